@@ -475,7 +475,7 @@ def start_agent(service_url: str, *engines: HasUrl, cache: Path, **changes: Any)
         yield agent
     finally:
         agent.stop()
-        thread.join(timeout=20)
+        thread.join(timeout=60)
         assert not thread.is_alive()
 
 
@@ -505,5 +505,5 @@ def settle(engine: Engine, scrapes: int = 3) -> None:
 
 
 def read_metrics(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
         return str(response.read().decode())

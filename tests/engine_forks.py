@@ -53,7 +53,7 @@ class Fork:
     @functools.cached_property
     def returncode(self) -> int:
         """Of one that has ended, as `Popen.returncode`."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not self._code.exists():
             assert time.monotonic() < deadline, f"who forked {self.pid} does not write {self._code}: it has ended, too"
             time.sleep(0.01)

@@ -108,7 +108,7 @@ class Receiver:
     def rollouts(self) -> list[Received]:
         return [r for r in self.requests if r.path.startswith("/rollouts")]
 
-    def wait(self, count: int, seconds: float = 20.0) -> None:
+    def wait(self, count: int, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while len(self.requests) < count:
             assert time.monotonic() < deadline, f"{len(self.requests)} of {count} requests came"

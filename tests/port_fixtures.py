@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
+from ports import free_port
 from service_fixtures import RunningService
 
 from service.api.port.connections import Places
@@ -26,8 +27,7 @@ class Process:
     """`draftalign serve` with tokens, as a process of its own that may open few files."""
 
     def __init__(self, directory: Path, redis_url: str, options: Sequence[str] = ()) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port: int = probe.getsockname()[1]
+        self.port: int = free_port()
         environment = {k: v for k, v in os.environ.items() if not k.startswith("DRAFTALIGN_")}
         environment |= {
             "PYTHONPATH": str(ROOT),
@@ -50,19 +50,19 @@ class Process:
     def answers(self) -> bool:
         """Whether a new connection is served."""
         with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"http://127.0.0.1:{self.port}/healthz", timeout=10).status_code == 200
+            return httpx.get(f"http://127.0.0.1:{self.port}/healthz", timeout=60).status_code == 200
         return False
 
     def connect(self) -> socket.socket:
         """Asks again at once where the queue of what is to be accepted is full: the kernel would after 1, 3 and 7 s."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while True:
             try:
                 connection = socket.create_connection(("127.0.0.1", self.port), timeout=0.2)
             except TimeoutError:
                 assert time.monotonic() < deadline
             else:
-                connection.settimeout(10)
+                connection.settimeout(60)
                 return connection
 
     def peak_bytes(self) -> int:

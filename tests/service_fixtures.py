@@ -67,21 +67,21 @@ class RunningService:
             assert self._thread.is_alive(), "the server did not start"
             time.sleep(0.005)
         # Plain http: no time is spent on reading the certificates that this machine trusts, 20 ms for each client.
-        self.client = httpx.Client(base_url=self.url, timeout=20.0, verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        self.client = httpx.Client(base_url=self.url, timeout=60.0, verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
 
     def stop(self) -> None:
         """Stop as on SIGTERM."""
         self.client.close()
         self.server.handle_exit(15, None)
-        self._thread.join(20)
+        self._thread.join(60)
         self._socket.close()
         assert not self._thread.is_alive()
 
-    def wait_for_requests(self, count: int = 1, seconds: float = 20.0) -> None:
+    def wait_for_requests(self, count: int = 1, seconds: float = 60.0) -> None:
         """Block until this number of requests is being served."""
         self._wait(lambda: len(self.server.server_state.tasks) >= count, seconds)
 
-    def wait_for_no_connections(self, seconds: float = 20.0) -> None:
+    def wait_for_no_connections(self, seconds: float = 60.0) -> None:
         """Block until the server noticed that its clients closed."""
         self._wait(lambda: not self.server.server_state.connections, seconds)
 

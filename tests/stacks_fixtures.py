@@ -56,7 +56,7 @@ class Stack:
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
         """Of the test module."""
-        return [pytest.mark.slow, pytest.mark.timeout(600), *in_environment(self.name, self.of)]
+        return [pytest.mark.slow, *in_environment(self.name, self.of)]
 
     def run(self, out: Path, *arguments: str) -> None:
         """Have the script write what it found into `out`."""

@@ -77,7 +77,6 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_a_hook_and_an_agent_behind_a_balancer_go_on_as_replicas_are_killed(
     engine: Engine, tmp_path: Path, own_valkey: OwnValkey
 ) -> None:

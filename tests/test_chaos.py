@@ -25,7 +25,7 @@ from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch, Enqueu
 KILLS = int(os.environ.get("DRAFTALIGN_CHAOS_KILLS", "12"))
 SEED = int(os.environ.get("DRAFTALIGN_CHAOS_SEED", str(random.SystemRandom().randrange(1 << 30))))
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(240 + 10 * KILLS)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900 + 10 * KILLS)]
 
 
 @pytest.fixture(scope="module")

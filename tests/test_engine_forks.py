@@ -29,7 +29,7 @@ from engine_forks import Forks
 forks = Forks("stub", Path(sys.executable), ["wave"], dict(os.environ))
 for number in (1, 2):
     fork = forks.fork(sys.argv[1], ["0"], {"PYTHONPATH": "/nowhere"}, Path(sys.argv[2], f"{number}.log"))
-    fork.wait(30)
+    fork.wait(60)
 """
 #: The same, which ends while its fork runs.
 BEGINS = """
@@ -67,7 +67,7 @@ def test_a_fork_has_its_own_environment_group_and_log_and_is_ended(program: Path
     with pytest.raises(subprocess.TimeoutExpired):
         fork.wait(0.01)
     fork.terminate()
-    fork.wait(30)
+    fork.wait(60)
     assert fork.poll() is not None
     assert time.monotonic() - began < 60
 
@@ -92,7 +92,7 @@ def test_a_fork_reads_what_it_is_written_and_its_exit_code_is_known(
         written.flush()
         eventually(lambda: log.read_text() == "one\n")
         assert fork.poll() is None
-    fork.wait(30)
+    fork.wait(60)
     assert fork.returncode == expected
 
 
@@ -111,7 +111,7 @@ def test_what_forks_outlives_who_began_it_by_its_last_fork_whose_exit_code_is_kn
 
 def test_test_processes_share_one_and_begin_another_when_it_has_ended(program: Path, tmp_path: Path) -> None:
     ours = tmp_path / "ours.log"
-    forks().fork(str(program), ["0"], {"PYTHONPATH": "/nowhere"}, ours).wait(30)
+    forks().fork(str(program), ["0"], {"PYTHONPATH": "/nowhere"}, ours).wait(60)
 
     def other(where: str) -> None:
         (tmp_path / where).mkdir()

@@ -96,7 +96,6 @@ def wait_for_answers(senders: Sequence[Sender], count: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.chaos
-@pytest.mark.timeout(400)
 def test_nothing_that_was_answered_is_lost_when_api_and_valkey_are_killed(
     tmp_path: Path, own_valkey: OwnValkey
 ) -> None:
@@ -129,7 +128,7 @@ def test_nothing_that_was_answered_is_lost_when_api_and_valkey_are_killed(
             for sender in senders:
                 sender.stopping.set()
             for sender in senders:
-                sender.join(30)
+                sender.join(60)
             answered = [batch_id for sender in senders for batch_id in sender.answered]
             print(len(answered), "answered")
             assert len(answered) > 20
@@ -156,7 +155,6 @@ def queued_once(state_dir: Path, url: str) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.chaos
-@pytest.mark.timeout(400)
 def test_an_api_that_is_stopped_and_goes_on_loses_and_doubles_nothing_and_holds_up_no_trainer(
     tmp_path: Path, own_valkey: OwnValkey
 ) -> None:
@@ -186,7 +184,7 @@ def test_an_api_that_is_stopped_and_goes_on_loses_and_doubles_nothing_and_holds_
             for sender in senders:
                 sender.stopping.set()
             for sender in senders:
-                sender.join(30)
+                sender.join(60)
             assert trainer.flush(60)
             sent = trainer.stats()
             assert sent["sent"] + sent["duplicates"] == of_trainer

@@ -26,7 +26,7 @@ def test_two_processes_make_it_once_and_have_the_same_bits(tmp_path: Path, monke
     process = multiprocessing.get_context("fork").Process(target=other)
     process.start()
     ours = made_once.made_once("numbers", make)
-    process.join(30)
+    process.join(60)
     assert process.exitcode == 0
     assert torch.equal(torch.load(tmp_path / "theirs"), ours)
     assert len(made.read_text().splitlines()) == 1

@@ -52,7 +52,7 @@ def proxied(api: RunningService, tmp_path: Path) -> Iterator[httpx.Client]:
     assert NGINX is not None
     nginx = subprocess.Popen([NGINX, "-p", tmp_path, "-c", tmp_path / "nginx.conf"])
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60.0) as client:
             while not _answers(client):
                 assert nginx.poll() is None, (tmp_path / "error.log").read_text()
@@ -61,7 +61,7 @@ def proxied(api: RunningService, tmp_path: Path) -> Iterator[httpx.Client]:
             yield client
     finally:
         nginx.terminate()
-        nginx.wait(20)
+        nginx.wait(60)
 
 
 def _answers(client: httpx.Client) -> bool:

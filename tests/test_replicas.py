@@ -31,7 +31,7 @@ DRAFTER_BYTES = 48 << 20
 #: Of the uploads that are cut; the others are a hundredth of it.
 LONG = (4000, 3000)
 LONG_BYTES = len(rollout_file(lengths=LONG))
-PATIENCE_SECONDS = 15.0
+PATIENCE_SECONDS = 60.0
 
 
 class Replicas:
@@ -131,7 +131,7 @@ def wait_for_another(urls: Sequence[str], etag: str) -> tuple[str, bool]:
                 f"{url}/drafter/latest",
                 params={"run": "default", "wait": 30},
                 headers={"If-None-Match": etag},
-                timeout=40,
+                timeout=90,
             )
         except httpx.TransportError:
             cut = cut or url == urls[0]
@@ -198,7 +198,6 @@ class Senders:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_clients_of_a_replica_that_is_killed_go_on_at_another(tmp_path: Path, own_valkey: OwnValkey) -> None:
     content = os.urandom(DRAFTER_BYTES)
     sha256 = hashlib.sha256(content).hexdigest()

@@ -99,7 +99,6 @@ def test_the_table_says_what_was_recorded() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_640_rollouts_a_minute_are_accepted_and_trained_by_processes_that_stay() -> None:
     """A quarter of a minute of it, with a real `draftalign up` and a reader."""
     recording = soak(0.25, 640.0, 50)

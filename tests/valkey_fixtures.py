@@ -23,7 +23,7 @@ class OwnValkey(EmbeddedValkey):
                 start_new_session=True,
                 preexec_fn=supervisor.parent_death_signal(),  # noqa: PLW1509 - one prctl, with libc loaded beforehand
             )
-        deadline = time.monotonic() + 15.0
+        deadline = time.monotonic() + 60
         while not self.ping():
             assert self.process.poll() is None, (self.directory / "valkey.log").read_text()
             assert time.monotonic() < deadline

@@ -500,7 +500,7 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def wait_until_gone(pid: int, seconds: float = 20.0) -> None:
+def wait_until_gone(pid: int, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while alive(pid):
         assert time.monotonic() < deadline, f"process {pid} is still there after {seconds} s"

@@ -11,7 +11,6 @@ from worker_fixtures import Bench, Nest, alive, final_state, nest, states
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-    pytest.mark.timeout(600),  # each process compiles again
     pytest.mark.filterwarnings("default"),
 ]
 SECONDS = 200.0

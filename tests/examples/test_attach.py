@@ -29,7 +29,6 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_loop_of_ones_own_ends_with_the_drafter_that_its_text_promises(tmp_path: Path) -> None:
     """As its text says to start it, without `--steps`: however slow the worker is."""
     port = free_port()
@@ -48,7 +47,6 @@ def test_the_loop_of_ones_own_ends_with_the_drafter_that_its_text_promises(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("script", "run"), [("trl_grpo", "trl"), ("own_loop", "own-loop")])
 def test_a_script_registers_its_run_and_what_it_captured_arrives(
     service: RunningService, script: str, run: str
@@ -71,7 +69,6 @@ def draws(sampler: Sampler, version: int) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 def test_async_grpos_script_registers_its_run_and_what_it_captured_arrives(
     service: RunningService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -66,7 +66,6 @@ def mean(rows: list[dict[str, Any]], name: str) -> float:
 
 
 @pytest.mark.demo
-@pytest.mark.timeout(900)
 def test_the_drafter_stays_in_step_and_a_killed_worker_is_not_noticed(tmp_path: Path) -> None:
     out, log = tmp_path / "out", tmp_path / "log"
     argv = ["-m", "service.cli", "demo", "--steps", str(STEPS), "--seed", "3", "--out", str(out)]
@@ -125,7 +124,6 @@ def test_the_drafter_stays_in_step_and_a_killed_worker_is_not_noticed(tmp_path: 
 
 
 @pytest.mark.demo
-@pytest.mark.timeout(900)
 def test_a_hook_that_sends_garbage_fails_the_demo(tmp_path: Path) -> None:
     """Each rollout has another one's features; zeros, which are further from the truth, are in `test_recall`."""
     arguments = ["demo", "--task", "recall", "--steps", "16", "--seed", "1", "--out", str(tmp_path / "out")]
@@ -138,7 +136,6 @@ def test_a_hook_that_sends_garbage_fails_the_demo(tmp_path: Path) -> None:
 
 
 @pytest.mark.demo
-@pytest.mark.timeout(900)
 def test_a_run_from_scratch_says_how_far_its_first_drafter_is_and_then_drafts_with_it(tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["demo", "--start", "scratch", "--steps", "30", "--out", str(out), "--port", str(free_port())]

@@ -56,7 +56,6 @@ def test_real_text_mostly_follows_habit() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_drafter_needs_right_features() -> None:
     table = quick_table(["zeros"], steps=150)  # α of right features rises between the 80th and the 120th
     right = table["three layers"]["both"]

@@ -131,7 +131,6 @@ class Trial:
 
 @pytest.mark.slow
 @pytest.mark.chaos
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_trained_and_published_and_outlives_its_primary(kind: str, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
@@ -156,7 +155,6 @@ def test_a_run_is_trained_and_published_and_outlives_its_primary(kind: str, tmp_
 
 @pytest.mark.slow
 @pytest.mark.chaos
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_primary_that_took_over_may_die_too_once_the_first_is_back(kind: str, tmp_path: Path) -> None:
     """The first comes back without what came meanwhile: it must follow, and not lead. Then it takes over again."""
@@ -187,7 +185,6 @@ def test_the_primary_that_took_over_may_die_too_once_the_first_is_back(kind: str
 
 @pytest.mark.slow
 @pytest.mark.chaos
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("kind", "least", "alone_become"),
     [("cluster", "0", ["trained"] * 2), ("sentinel", "1", []), ("sentinel", "0", [None] * 2)],

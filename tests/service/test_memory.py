@@ -118,7 +118,7 @@ def _returned(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
 def test_the_api_returns_it_again_and_again(returned: threading.Semaphore, redis_url: str, bench: Bench) -> None:
     running = RunningService(state_dir=bench.layout.root, redis_url=redis_url)
     try:
-        assert all(returned.acquire(timeout=10) for _ in range(3))
+        assert all(returned.acquire(timeout=60) for _ in range(3))
     finally:
         running.stop()
 
@@ -128,7 +128,7 @@ def test_the_worker_returns_it_again_and_again(returned: threading.Semaphore, be
     serving = threading.Thread(target=worker.serve)
     serving.start()
     try:
-        assert all(returned.acquire(timeout=10) for _ in range(3))
+        assert all(returned.acquire(timeout=60) for _ in range(3))
     finally:
         worker.stop()
-        serving.join(20)
+        serving.join(60)

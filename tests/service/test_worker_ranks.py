@@ -274,7 +274,6 @@ def test_a_killed_rank_ends_all_and_the_next_start_learns_what_an_undisturbed_on
     assert_alike(one_process(tmp_path / "one", redis_url, five, **changes), two)
 
 
-@pytest.mark.timeout(300)
 def test_a_start_with_another_number_of_ranks_goes_on_from_the_checkpoint(tmp_path: Path, redis_url: str) -> None:
     """Two ranks, of which one is killed; one process, which is killed; three ranks: as one undisturbed process."""
     changes = ADAMW | {"claim_tokens": 1}
@@ -513,7 +512,6 @@ def learnt_by_two(directory: Path, redis_url: str, fault: Callable[[int], object
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(600)
 def test_whatever_moment_a_rank_is_killed_at_nothing_is_lost_and_nothing_trained_twice(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,8 +26,6 @@ from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.engines.counters import Counts
 
-pytestmark = pytest.mark.timeout(900)
-
 
 def rounds_of(follower: EngineFollower, version: str) -> int:
     return follower.ledger.version_counts(version).rounds

@@ -8,8 +8,6 @@ import pytest
 from server_load import damaged_in_a_cache
 from sglang_server.sglang_process import SGLangProcess
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def test_a_server_does_not_start_with_a_drafter_whose_bytes_changed_in_the_cache(
     drafters: Path, tmp_path: Path

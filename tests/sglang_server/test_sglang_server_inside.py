@@ -22,8 +22,6 @@ from rl_hooks import wire
 from rl_hooks.errors import EngineError
 from service.monitor.records import AcceptanceRecord
 
-pytestmark = pytest.mark.timeout(900)
-
 
 class Alone(SGLangProcess):
     """A server that was started for no agent: without a loader of ours, and without metrics."""

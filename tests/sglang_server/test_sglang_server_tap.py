@@ -27,7 +27,6 @@ from drafter.replay.replay import replay
 from examples.policy import AUX_LAYERS, BASE_POLICY
 from rl_hooks import wire
 
-pytestmark = pytest.mark.timeout(900)
 TOLERANCE = 1e-4
 #: Of one rounding to bfloat16, in which states travel.
 ROUNDING = 2.0**-8

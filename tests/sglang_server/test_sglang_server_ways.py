@@ -14,8 +14,6 @@ from sglang_server.test_sglang_server_swap import replayed, swap
 
 from drafter.model.eagle3 import Eagle3Drafter
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 def server(

@@ -77,7 +77,6 @@ def taken_by_ray(python: Path, given: dict[str, Any]) -> None:
 @VERL[0]
 @VERL[1]
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_verls_script_is_composed_by_its_own_configuration() -> None:
     path = f"{environment('verl') / 'bin'}:{os.environ['PATH']}"
     on_cpu = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu"}
@@ -96,7 +95,6 @@ def test_verls_script_is_composed_by_its_own_configuration() -> None:
 
 @OPENRLHF[0]
 @OPENRLHF[1]
-@pytest.mark.timeout(300)
 def test_openrlhfs_script_is_taken_by_ray_and_by_its_own_parser(tmp_path: Path) -> None:
     given, (python, _, module, *options) = submitted(
         tmp_path, "openrlhf.sh", "--actor.model_name_or_path", "/models/policy"
@@ -118,7 +116,6 @@ def test_openrlhfs_script_is_taken_by_ray_and_by_its_own_parser(tmp_path: Path) 
 
 @SKYRL[0]
 @SKYRL[1]
-@pytest.mark.timeout(300)
 def test_skyrls_script_is_taken_by_ray_and_composed_by_its_own_configuration(tmp_path: Path) -> None:
     given, (started, _, module, *options) = submitted(tmp_path, "skyrl.sh", "trainer.policy.model.path=/models/policy")
     python = environment("skyrl") / "bin/python"
@@ -153,7 +150,6 @@ def test_slimes_script_gives_both_options_and_the_functions_are_there(tmp_path: 
 @OPENRLHF[0]
 @OPENRLHF[1]
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_driver_of_ones_own_has_the_hook_in_rays_workers() -> None:
     python = str(environment("openrlhf") / "bin/python")
     alone = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}

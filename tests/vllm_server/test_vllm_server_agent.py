@@ -27,9 +27,6 @@ from rl_hooks.engines.counters import Counts
 from service.monitor.records import DrafterSums, ScoreRecord
 from service.storage.queue.keys import Keys
 
-pytestmark = pytest.mark.timeout(600)
-
-
 #: A drafter of random weights is right by chance: 1.03 in mean, 1.06 was seen in 211 rounds.
 RANDOM_ALPHA = 1.15
 

@@ -21,8 +21,6 @@ from drafter.model.eagle3 import Eagle3Drafter
 from drafter.replay.replay import replay
 from examples.features import batch_of
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.mark.parametrize("name", ["trained", "random"])
 def test_features_pre_and_logits_are_those_of_our_drafter(

@@ -22,8 +22,6 @@ from vllm_server.vllm_process import FORKED, VllmServer
 
 from drafter.model.eagle3 import Eagle3Drafter
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.fixture(scope="module")
 def cores(drafters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:

@@ -21,7 +21,6 @@ from examples.demo_report import StepRow
 STEPS = 12
 
 
-@pytest.mark.timeout(480)
 def test_the_demo_runs_on_a_real_vllm_and_its_alphas_agree(tmp_path: Path) -> None:
     out = tmp_path / "out"
     argv = ["demo", "--engine", "vllm", "--steps", str(STEPS), "--out", str(out), "--port", str(free_port())]

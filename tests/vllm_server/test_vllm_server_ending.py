@@ -9,14 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pytest
 from agent_fixtures import eventually
 from engine_fixtures import elicit_prompts
 from service_fixtures import RunningService
 from vllm_server.test_vllm_server_in_process import LlmProcess, _rollouts
 from vllm_server.vllm_process import FORKED, VllmServer
 
-pytestmark = pytest.mark.timeout(600)
 _PROMPTS = elicit_prompts(12, seed=3)
 
 

@@ -19,7 +19,6 @@ from vllm_server.test_vllm_server_in_process import LlmProcess, _ok, _rollouts, 
 from drafter.model.eagle3 import Eagle3Drafter
 from examples.policy import BASE_POLICY
 
-pytestmark = pytest.mark.timeout(600)
 _PROMPTS = elicit_prompts(12, seed=3)
 
 

@@ -31,7 +31,6 @@ from examples.policy import BASE_POLICY
 from rl_hooks import wire
 from service.monitor.records import AcceptanceRecord
 
-pytestmark = pytest.mark.timeout(900)
 #: The last four share four blocks of vLLM's prefix cache (32 tokens each), of which vLLM reads three: the drafter needs
 #: the states of the last one.
 _PROMPTS = elicit_prompts(20, seed=3) + [[2 + i % 90 for i in range(140)] + [n] for n in (5, 6, 7, 8)]

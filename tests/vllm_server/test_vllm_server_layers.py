@@ -16,8 +16,6 @@ from vllm_server.vllm_process import FORKED, VllmServer
 from drafter.model.eagle3 import Eagle3Drafter
 from rl_hooks.format.eagle3 import Llama3Rope
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def drafter_of(seed: int, **form: Any) -> Eagle3Drafter:
     """Random weights, large enough that every layer and every norm matters."""

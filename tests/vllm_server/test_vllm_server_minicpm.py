@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from agent_fixtures import eventually
 from engine_fixtures import random_drafter, write
@@ -54,7 +53,6 @@ def write_policy(directory: Path) -> MiniCPM3ForCausalLM:
     return model
 
 
-@pytest.mark.timeout(600)
 def test_a_served_minicpms_rollouts_have_its_own_log_probabilities(
     serve: Callable[..., RunningService], tmp_path: Path
 ) -> None:

@@ -25,7 +25,6 @@ from vllm_server.vllm_process import FORKED, VllmServer
 from examples.policy import BASE_POLICY
 from rl_hooks.agent.follower import EngineFollower
 
-pytestmark = pytest.mark.timeout(600)
 HIDDEN, MIDDLE, VOCABULARY, HEADS = 64, 128, 105, 2
 
 

@@ -34,7 +34,6 @@ from drafter.replay.replay import replay
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.engines.counters import Counts
 
-pytestmark = pytest.mark.timeout(600)
 PROMPTS = [[2 + i, 5, 7 + i] for i in range(24)]
 SPECULATIVE = {"method": "mtp", "num_speculative_tokens": DEPTH}
 

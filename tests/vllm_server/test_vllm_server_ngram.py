@@ -19,8 +19,6 @@ from drafter.replay.ngram import ngram_replay
 from examples.features import batch_of
 from rl_hooks.agent.follower import EngineFollower
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def test_ngram_speculation_is_counted_as_replay_counts_it(
     serve: Callable[..., RunningService], redis_url: str, drafters: Path, tmp_path: Path

@@ -25,8 +25,6 @@ from drafter.model.eagle3 import Eagle3Drafter
 from service.storage.layout import Layout
 from service.worker.loop import RunWorker
 
-pytestmark = pytest.mark.timeout(900)
-
 
 @pytest.fixture
 def service(serve: Callable[..., RunningService]) -> RunningService:

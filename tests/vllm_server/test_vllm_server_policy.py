@@ -19,7 +19,6 @@ from examples.features import Rollout, batch_of
 from examples.vllm_engine import VllmClient, vllm_server
 from rl_hooks.engines.counters import Snapshot
 
-pytestmark = pytest.mark.timeout(600)
 DEPTH = 4
 
 

@@ -18,7 +18,6 @@ from vllm_server.vllm_process import FORKED, V2_RUNNER, VllmServer
 
 from examples.policy import AUX_LAYERS
 
-pytestmark = pytest.mark.timeout(900)
 #: Blocks of 32 tokens, for requests of 66 tokens each.
 SMALL_CACHE = ("--block-size", "32", "--num-gpu-blocks-override", "6", "--max-model-len", "128")
 REQUESTS, TOKENS = 4, 60

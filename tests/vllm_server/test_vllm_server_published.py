@@ -31,7 +31,6 @@ from examples.policy import BASE_POLICY
 from service.storage.layout import Layout
 from service.worker.loop import RunWorker
 
-pytestmark = pytest.mark.timeout(900)
 #: What vLLM captures of eight layers where a drafter's config names none.
 LAYERS = (2, 4, 5)
 SIZES: dict[str, Any] = {

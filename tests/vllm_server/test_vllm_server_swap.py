@@ -16,8 +16,6 @@ from vllm_server.vllm_process import DEPTH, VllmServer
 from drafter.files.checkpoint import config_fingerprint, read_drafter
 from drafter.model.eagle3 import Eagle3Drafter
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def nothing(_: dict[str, Tensor]) -> None:
     pass

@@ -27,7 +27,6 @@ from examples.policy import AUX_LAYERS
 from service.storage.layout import Layout
 from service.worker.loop import RunWorker
 
-pytestmark = pytest.mark.timeout(900)
 TOLERANCE = 1e-4
 
 

@@ -16,8 +16,6 @@ from drafter.model.eagle3 import Eagle3Drafter
 from drafter.replay.replay import replay
 from examples.features import batch_of
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.fixture(scope="module")
 def v2(drafters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:

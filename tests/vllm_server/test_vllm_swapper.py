@@ -381,7 +381,7 @@ def test_an_engine_waits_for_no_file_that_is_still_being_read(monkeypatch: pytes
     with pytest.raises(RuntimeError, match="v1 is still being read"):
         swap.apply("v1", "")
     read.set()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not swap.staged()["done"]:
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -162,7 +162,6 @@ def _compiler() -> str | None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(_compiler() is None, reason="no C++ compiler here: what is compiled on CUDA cannot be compiled")
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_what_is_compiled_on_cuda_computes_what_it_computes_uncompiled(

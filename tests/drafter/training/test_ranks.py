@@ -249,7 +249,7 @@ def test_a_start_reads_nothing_of_an_earlier_start_in_the_same_store(tmp_path: P
         thread.start()
         time.sleep(0.2)
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     found[1].set("address", "mine")
     assert found[0].get("address") == found[2].get("address") == b"mine"
     assert store.get("start") != b"former"

@@ -401,7 +401,7 @@ def test_a_swap_whose_agent_was_killed_half_way_is_still_on_trial(
             engine.swap_asked.clear()
             engine.swap_allowed.clear()
             second = service.publish(2)
-            assert engine.swap_asked.wait(30)
+            assert engine.swap_asked.wait(60)
         finally:
             process.kill()
     if away:

@@ -58,7 +58,7 @@ class ServedEngine:
 
     def stop(self) -> None:
         self.server.should_exit = True
-        self.thread.join(20)
+        self.thread.join(60)
 
 
 @contextmanager
@@ -242,7 +242,7 @@ def agent_process(service: RunningService, engine_url: str, run: str, cache: Pat
             yield
         finally:
             process.terminate()
-            process.wait(timeout=30)
+            process.wait(timeout=60)
 
 
 @pytest.mark.slow

@@ -568,10 +568,10 @@ def test_the_command_ends_on_a_signal(service: Service, engine: Engine, tmp_path
     command += ["--cache-dir", str(tmp_path), "--report-seconds", "0.1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
-            eventually(lambda: engine.version == version, seconds=40)
+            eventually(lambda: engine.version == version)
             settle(engine)
             process.send_signal(number)
-            _, log = process.communicate(timeout=20)
+            _, log = process.communicate(timeout=60)
         finally:
             process.kill()
     assert process.returncode == 0, log

@@ -55,7 +55,7 @@ FLIPS = int(os.environ.get("DRAFTALIGN_FLIPS", "100"))
 RESTARTS = FLIPS if FLIPS >= 1000 else max(3, FLIPS // 20)  # half a second each
 SEED = int(os.environ.get("DRAFTALIGN_CHAOS_SEED", str(random.SystemRandom().randrange(1 << 30))))
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(60 + FLIPS)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900 + FLIPS)]
 
 FILES = ("model.safetensors", "config.json")
 RPCS = {method.__name__: method for method in RPC_METHODS}
@@ -77,7 +77,7 @@ def rng() -> random.Random:
 
 @pytest.fixture
 def client(service: Service) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=service.url, trust_env=False, timeout=10) as made:
+    with httpx.Client(base_url=service.url, trust_env=False, timeout=60) as made:
         yield made
 
 

@@ -271,7 +271,7 @@ def test_a_look_that_is_judged_after_its_update_was_counted_does_not_count_it_ag
     busy = threading.Event()
 
     def send() -> None:
-        busy.wait(10)
+        busy.wait(60)
 
     tap._sender.call(send)
     run(tap, "of both")

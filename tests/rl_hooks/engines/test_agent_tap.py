@@ -734,7 +734,7 @@ def test_files_hold_one_policy_version() -> None:
 
 def test_the_engines_thread_does_not_wait_for_a_slow_receiver() -> None:
     release = threading.Event()
-    tapped = tap(lambda _: release.wait(10))
+    tapped = tap(lambda _: release.wait(60))
     began = time.monotonic()
     for i in range(20):
         sequence = Script(f"r{i}", [2], [3, STOP])

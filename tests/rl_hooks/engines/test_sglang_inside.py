@@ -213,7 +213,7 @@ def test_nothing_is_loaded_in_a_trainers_session_nor_into_released_memory(
     order = SwapOrder("v1", str(good), {})
     assert scheduler.rank.stage(order, scheduler.weight_updater) == []
     assert scheduler.rank.staged is not None
-    assert scheduler.rank.staged.done.wait(20)
+    assert scheduler.rank.staged.done.wait(60)
     scheduler.weight_updater._session = SimpleNamespace(selector="target")  # opened while the files were read
     (said,) = scheduler.rank.apply("v1", scheduler.weight_updater)
     assert "session is open" in said["failed"]
@@ -243,7 +243,7 @@ class Exchange:
     """Two ranks tell each other outcomes; each is a thread here."""
 
     def __init__(self) -> None:
-        self._barrier, self._said = threading.Barrier(2, timeout=20), dict[int, Outcome]()
+        self._barrier, self._said = threading.Barrier(2, timeout=60), dict[int, Outcome]()
 
     def tell(self, rank: int) -> Callable[[Outcome], list[Outcome]]:
         def tell(outcome: Outcome) -> list[Outcome]:
@@ -268,7 +268,7 @@ def test_all_ranks_load_or_none(
         monkeypatch.setattr(rank, "_tell", exchange.tell(number))
         rank.stage(SwapOrder("v1", str(bad if fault == "read" and number else good), {}), manager)
         assert rank.staged is not None
-        assert rank.staged.done.wait(20)
+        assert rank.staged.done.wait(60)
     if fault == "load":
         workers[1].model.break_after = 5
     elif fault == "not read yet":
@@ -321,7 +321,7 @@ def test_a_swap_that_fails_does_not_hide_that_another_has_written(scheduler: Sch
     scheduler.swap(first, "v1")
     scheduler.rank.stage(SwapOrder("v2", str(second), {}), scheduler.weight_updater)
     assert scheduler.rank.staged is not None
-    assert scheduler.rank.staged.done.wait(20)
+    assert scheduler.rank.staged.done.wait(60)
     with torch.no_grad():
         scheduler.worker.model.model.fc.weight.zero_()
     scheduler.link.written()
@@ -391,7 +391,7 @@ def test_while_the_service_is_away_the_log_says_so_once(
     agent.start(scheduler.link)
     eventually(lambda: len(asked) > 4)
     agent.stop()
-    agent.join(10)
+    agent.join(60)
     assert caplog.text.count("joining run 'live' failed") == 1
 
 
@@ -503,7 +503,7 @@ def test_an_agent_beside_it_reads_that_it_is_not_wanted_and_our_loader_refuses(
     offered = Release(VerifiedManifest("default", "v1", 1, "", "", (), "", ""), good, {})
 
     async def asked(call: Callable[[SGLangEngine], Any]) -> None:
-        async with httpx.AsyncClient(timeout=20) as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             await call(SGLangEngine(server.url, client, tmp_path / "cache" / "default"))
 
     try:

@@ -104,7 +104,7 @@ def test_the_last_requests_are_sent_without_a_further_step() -> None:
     tap.begin(script.request())
     tap.step(step([(script, 0, [2, 3, 5], 0, STOP)]))
     tap.rest(["r"], ready.set)
-    assert ready.wait(10)
+    assert ready.wait(60)
     assert [one.request.request_id for one in collected] == ["r"]
     tap.close(5.0)
 
@@ -112,7 +112,7 @@ def test_the_last_requests_are_sent_without_a_further_step() -> None:
 def test_what_is_collected_and_not_delivered_at_the_end_is_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
     held = threading.Event()
     tap = FeatureTap(HEAD, lambda _: None, fraction=1.0, tokens_per_minute=10**6)
-    tap._sender.call(lambda: held.wait(20))  # the tap's thread is busy
+    tap._sender.call(lambda: held.wait(60))  # the tap's thread is busy
     for name in ("r", "s"):
         script = Script(name, [2, 3], [5, STOP])
         tap.begin(script.request())
@@ -129,7 +129,7 @@ def test_what_a_step_copied_is_freed_once_it_is_scored_whenever_the_taps_thread_
     """On a GPU it is the engine's memory."""
     held = threading.Event()
     tap = FeatureTap(HEAD, lambda _: None, fraction=1.0, tokens_per_minute=10**6)
-    tap._sender.call(lambda: held.wait(10))  # the thread is busy
+    tap._sender.call(lambda: held.wait(60))  # the thread is busy
     script = Script("r", [2], [])
     tap.begin(script.request())
     tap.step(step([(script, 0, [3] * 5, 0, 4)]))

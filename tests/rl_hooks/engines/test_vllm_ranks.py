@@ -62,7 +62,6 @@ def test_slices_give_the_scores_of_the_whole_head(size: int, logit_map: LogitMap
         assert bool(joined_scores(torch.stack(lacking)).isnan().all())
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("cases", ["scores disagree steps", "silent", "dies"])
 def test_two_ranks_join_their_scores_and_neither_waits_in_its_engine(cases: str) -> None:
     """Processes: a rank that dies, is silent, is a step ahead, or counts other rows or another policy version."""

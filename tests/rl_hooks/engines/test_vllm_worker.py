@@ -107,19 +107,19 @@ def test_one_file_is_read_at_a_time_and_what_was_replaced_before_is_not(
         assert swap._staged is not None
         read.append(swap._staged.version)
         entered.release()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         raise DrafterRefusedError("no vLLM here")
 
     monkeypatch.setattr(DrafterSwap, "_check_method", slowly)
     swap = DrafterSwap(Worker())
     swap.stage("/nowhere", "v1")
-    assert entered.acquire(timeout=10)
+    assert entered.acquire(timeout=60)
     swap.stage("/nowhere", "v2")
     swap.stage("/nowhere", "v3")
     assert not entered.acquire(timeout=0.05)
     go_on.set()
     assert swap._staged is not None
-    assert swap._staged.done.wait(10)
+    assert swap._staged.done.wait(60)
     assert read == ["v1", "v3"]
 
 

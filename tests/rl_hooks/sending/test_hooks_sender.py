@@ -24,7 +24,7 @@ from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.sending.tally import Tally
 
 
-def finished(sender: RolloutSender, seconds: float = 20.0) -> dict[str, object]:
+def finished(sender: RolloutSender, seconds: float = 60.0) -> dict[str, object]:
     assert sender.flush(seconds), sender.stats()
     return sender.stats()
 
@@ -289,7 +289,7 @@ def test_a_broken_service_is_retried_until_it_recovers(misbehaviour: str) -> Non
         service.misbehave = misbehaviour
         sender = RolloutSender(service.url)
         sender.submit([b"z" * 100_000])
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while sender.stats()["retries"] < 2:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -465,7 +465,7 @@ def test_what_waits_is_said_without_the_lock(monkeypatch: pytest.MonkeyPatch) ->
         def emit(self, record: logging.LogRecord) -> None:
             if "are still to be sent" in record.getMessage():
                 said.set()
-                go_on.wait(20.0)
+                go_on.wait(60)
 
     handler = Hangs()
     logging.getLogger("rl_hooks").addHandler(handler)
@@ -474,7 +474,7 @@ def test_what_waits_is_said_without_the_lock(monkeypatch: pytest.MonkeyPatch) ->
     thread = threading.Thread(target=sender.flush, args=(2.0,))
     thread.start()
     try:
-        assert said.wait(10.0)
+        assert said.wait(60)
         assert sender.submit([b"2"]), "it waits for no handler"
         assert not go_on.is_set()
     finally:
@@ -605,7 +605,7 @@ def test_a_child_that_was_forked_while_a_thread_held_the_senders_lock_never_wait
             release.wait(60)
 
     threading.Thread(target=hold, daemon=True).start()
-    assert held.wait(10)
+    assert held.wait(60)
     child = os.fork()
     if child == 0:
         ok = False
@@ -648,8 +648,8 @@ def test_a_child_that_was_forked_while_a_thread_wrote_to_the_log_does_not_wait_f
             log.removeHandler(handler)
             reader = threading.Thread(target=lambda: [*iter(lambda: os.read(read, 65536), b"")], daemon=True)
             reader.start()
-            writer.join(10)
-    reader.join(10)
+            writer.join(60)
+    reader.join(60)
     os.close(read)
     sender.close(0.0)
 

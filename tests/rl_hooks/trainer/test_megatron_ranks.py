@@ -28,12 +28,10 @@ def run(*cases: str) -> tuple[int, str]:
     return done.returncode, done.stderr[-3000:] if done.returncode else ""
 
 
-@pytest.mark.timeout(240)
 def test_scores_from_parts_are_those_of_the_whole_and_one_ranks_error_is_raised_on_all() -> None:
     assert run("scores", "talk") == (0, "")
 
 
-@pytest.mark.timeout(240)
 def test_a_rank_that_never_comes_costs_one_wait_and_then_nothing() -> None:
     assert run("absent") == (0, "")
 

@@ -162,7 +162,6 @@ def test_a_stores_host_that_is_stopped_holds_up_neither_a_hook_nor_a_forward(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_ranks_that_torchrun_starts_again_on_two_hosts_begin_another_session(tmp_path: Path) -> None:
     """Each agent counts its own restarts, and the store of the ranks stays.
 

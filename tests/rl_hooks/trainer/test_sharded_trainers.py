@@ -31,7 +31,7 @@ WHOLE = [
 NEVER_WHOLE = "head fused"
 BROKEN = "root broken"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(name="ranks", scope="module")

@@ -140,7 +140,7 @@ def test_a_line_that_is_written_too_late_says_that_nothing_was_done(
     write, answered = AuditLog.append, threading.Event()
 
     def slow(audit_log: AuditLog, entry: Mapping[str, Any]) -> None:
-        answered.wait(30.0)
+        answered.wait(60)
         write(audit_log, entry)
 
     with monkeypatch.context() as patch:
@@ -162,11 +162,11 @@ def test_a_slow_disk_keeps_only_what_is_written_down_waiting(
     append = AuditLog.append
 
     def slow(self: AuditLog, entry: dict[str, Any]) -> None:
-        assert let_go.wait(20)
+        assert let_go.wait(60)
         append(self, entry)
 
     monkeypatch.setattr(AuditLog, "append", slow)
-    waiting = threading.Thread(target=lambda: httpx.post(f"{service.url}/runs/default/drift/reset", timeout=30))
+    waiting = threading.Thread(target=lambda: httpx.post(f"{service.url}/runs/default/drift/reset", timeout=60))
     waiting.start()
     service.wait_for_requests(1)
     began = time.monotonic()
@@ -174,7 +174,7 @@ def test_a_slow_disk_keeps_only_what_is_written_down_waiting(
         assert service.client.get("/runs/default").status_code == 200
     assert time.monotonic() - began < 5
     let_go.set()
-    waiting.join(20)
+    waiting.join(60)
     assert logged(service)[-1]["status"] == 202
 
 

@@ -309,13 +309,13 @@ def test_a_large_refused_body_does_not_lose_the_answer(serve: Callable[..., Runn
     """A client that sends all of it before it reads sees 413, not a reset connection."""
     service = serve(max_body_bytes=1 << 20)
     for _ in range(5):
-        reply = httpx.post(f"{service.url}/rollouts", content=b"x" * (24 << 20), headers=HEADERS, timeout=30)
+        reply = httpx.post(f"{service.url}/rollouts", content=b"x" * (24 << 20), headers=HEADERS, timeout=60)
         assert reply.status_code == 413
 
 
 def test_an_idle_connection_is_kept_longer_than_clients_reuse_it(service: RunningService) -> None:
     """Httpx reuses what was idle for 5 s at most: a service that hung up then would fail a request now and then."""
-    with socket.create_connection(("127.0.0.1", service.port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", service.port), timeout=60) as connection:
         for pause in (0.0, 5.7):
             time.sleep(pause)
             connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: here\r\n\r\n")

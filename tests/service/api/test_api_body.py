@@ -48,7 +48,7 @@ class Connection:
     """A kept connection, and the answers on it."""
 
     def __init__(self, service: RunningService) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", service.port), timeout=20)
+        self.socket = socket.create_connection(("127.0.0.1", service.port), timeout=60)
         self._left = b""
 
     def answer(self) -> tuple[int, bytes]:
@@ -244,7 +244,7 @@ def test_another_server_than_ours_passes_the_body_through_asgi(service: RunningS
             return reply.status_code
 
     future = asyncio.run_coroutine_threadsafe(post(), service.server.servers[0].get_loop())
-    assert future.result(20) == 202
+    assert future.result(60) == 202
     assert [path.read_bytes() for path in service.spooled()] == [long_file()]
 
 

@@ -514,7 +514,7 @@ def test_an_upload_that_breaks_off_leaves_nothing_and_no_traceback(
     body = rollout_file()
     head = f"POST /rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {HEADERS['Content-Type']}\r\n"
     for cut in (0, 4, 100, len(body) - 1):
-        with socket.create_connection(("127.0.0.1", service.port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", service.port), timeout=60) as connection:
             connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:cut])
             service.wait_for_requests()
     service.client.close()

@@ -112,7 +112,7 @@ def test_a_header_is_refused_beyond_its_bounds_and_only_there(
     service: RunningService, fields: int, size: int, answer: int, pieces: int
 ) -> None:
     data = request(fields, size)
-    with socket.create_connection(("127.0.0.1", service.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", service.port), timeout=60) as connection:
         for _ in range(2 if answer == 200 else 1):  # the second one is counted again
             for i in range(pieces):
                 connection.sendall(data[len(data) * i // pieces : len(data) * (i + 1) // pieces])
@@ -148,7 +148,7 @@ def reads_until_closed(connection: socket.socket) -> bytes:
 @pytest.mark.parametrize("sent", [b"", b"\r\n", b"GET /heal", GET + b"a: b"])
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_header_that_does_not_come_ends_the_connection(hasty: RunningService, sent: bytes, kept: bool) -> None:
-    with socket.create_connection(("127.0.0.1", hasty.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", hasty.port), timeout=60) as connection:
         if kept:
             connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
             assert status_of_one(connection) == 200
@@ -163,7 +163,7 @@ def test_a_connection_that_is_idle_between_two_requests_ends(
     serve: Callable[..., RunningService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "IDLE_SECONDS", 1)
-    with socket.create_connection(("127.0.0.1", serve().port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", serve().port), timeout=60) as connection:
         for _ in range(2):
             connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
             assert status_of_one(connection) == 200
@@ -173,7 +173,7 @@ def test_a_connection_that_is_idle_between_two_requests_ends(
 def test_bytes_that_drip_into_a_header_do_not_prolong_it(hasty: RunningService) -> None:
     sent, address = 0, ("127.0.0.1", hasty.port)
     closed = contextlib.suppress(BrokenPipeError, ConnectionResetError)
-    with socket.create_connection(address, timeout=10) as connection, closed:
+    with socket.create_connection(address, timeout=60) as connection, closed:
         for byte in GET + b"a" * 1000:
             connection.sendall(bytes([byte]))
             sent += 1
@@ -182,7 +182,7 @@ def test_bytes_that_drip_into_a_header_do_not_prolong_it(hasty: RunningService) 
 
 
 def test_a_body_that_nobody_wanted_keeps_no_connection(hasty: RunningService) -> None:
-    with socket.create_connection(("127.0.0.1", hasty.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", hasty.port), timeout=60) as connection:
         connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n")
         assert status_of_one(connection) == 200
         connection.sendall(b"x")
@@ -192,13 +192,13 @@ def test_a_body_that_nobody_wanted_keeps_no_connection(hasty: RunningService) ->
 def test_what_is_at_work_or_idle_between_requests_outlasts_the_limit_of_headers(hasty: RunningService) -> None:
     etag = hasty.publish().etag
     body = rollout_file()
-    with httpx.Client(base_url=hasty.url, timeout=20) as client:
+    with httpx.Client(base_url=hasty.url, timeout=60) as client:
         poll = client.get("/drafter/latest", params={"wait": 1.0}, headers={"If-None-Match": etag})
         assert poll.status_code == 304
         time.sleep(0.7)
         with silent_connections(hasty, 1):
             assert client.get("/healthz").status_code == 200
-    with socket.create_connection(("127.0.0.1", hasty.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", hasty.port), timeout=60) as connection:
         head = "POST /rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {}\r\nContent-Length: {}\r\n\r\n"
         connection.sendall(head.format(HEADERS["Content-Type"], len(body)).encode())
         for i in range(4):
@@ -224,7 +224,7 @@ def test_the_connection_that_waited_longest_gives_way_and_none_at_work_does(serv
 
     def poll() -> None:
         headers = {"If-None-Match": etag}
-        reply = httpx.get(f"{service.url}/drafter/latest", params={"wait": 3.0}, headers=headers, timeout=20)
+        reply = httpx.get(f"{service.url}/drafter/latest", params={"wait": 3.0}, headers=headers, timeout=60)
         replies.append(reply.status_code)
 
     polls = [threading.Thread(target=poll) for _ in range(2)]
@@ -234,9 +234,9 @@ def test_the_connection_that_waited_longest_gives_way_and_none_at_work_does(serv
     service.wait_for_requests(2)
     with silent_connections(service, 5) as silent:
         assert [connection.recv(1) for connection in silent[:3]] == [b""] * 3
-        assert httpx.get(f"{service.url}/healthz", timeout=10).status_code == 200
+        assert httpx.get(f"{service.url}/healthz", timeout=60).status_code == 200
     for thread in polls:
-        thread.join(20)
+        thread.join(60)
     assert replies == [304, 304]
     service.client = httpx.Client(base_url=service.url)
 
@@ -254,7 +254,7 @@ def test_where_all_connections_are_at_work_a_new_one_is_told_so(service: Running
     poll.start()
     service.wait_for_requests()
     assert httpx.get(f"{service.url}/healthz").status_code == 503
-    poll.join(20)
+    poll.join(60)
     places(service).limit = 100
     service.client = httpx.Client(base_url=service.url)
 
@@ -272,7 +272,7 @@ def test_connections_leave_descriptors_for_files_and_redis(descriptors: int, lim
 def test_another_protocol_is_not_taken_up(service: RunningService, protocol: str) -> None:
     fields = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
     fields += "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n"
-    with socket.create_connection(("127.0.0.1", service.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", service.port), timeout=60) as connection:
         for _ in range(2):
             connection.sendall(f"GET /healthz HTTP/1.1\r\nHost: x\r\n{fields}\r\n".encode())
             assert status_of_one(connection) == 200

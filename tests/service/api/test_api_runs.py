@@ -71,7 +71,7 @@ def test_runs_are_not_listed_on_the_event_loop(bare: RunningService, monkeypatch
     asyncio.run_coroutine_threadsafe(
         bare.server.config.app.state.context.reap(),  # type: ignore[union-attr]
         bare.server.servers[0].get_loop(),
-    ).result(10)
+    ).result(60)
     assert threads
     assert bare._thread not in threads
 
@@ -203,13 +203,13 @@ def test_a_registration_that_comes_late_deletes_nothing_of_the_run(
         return await forget(self, fence)
 
     monkeypatch.setattr(AsyncStore, "forget", slow)
-    with ThreadPoolExecutor() as threads, httpx.Client(base_url=bare.url, timeout=20.0) as second:
+    with ThreadPoolExecutor() as threads, httpx.Client(base_url=bare.url, timeout=60) as second:
         late = threads.submit(bare.register)
-        assert asleep.wait(20)
+        assert asleep.wait(60)
         other = second.put("/runs/default", content=run_file(), headers=HEADERS)
         rollouts = second.post("/rollouts", content=rollout_file(), headers=HEADERS)
         wake.set()
-        assert late.result(20).status_code == 201
+        assert late.result(60).status_code == 201
         assert (other.status_code, rollouts.status_code) == (503, 404), "whose run would have been another's"
         assert "registry-busy" in other.json()["type"]
         assert second.put("/runs/default", content=run_file(), headers=HEADERS).status_code == 200

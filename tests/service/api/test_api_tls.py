@@ -68,7 +68,7 @@ def secure(serve: Callable[..., RunningService], authority: Authority) -> Runnin
     service = serve(tls_cert=authority.certificate, tls_key=authority.key)
     service.url = service.url.replace("http:", "https:")
     service.client.close()
-    service.client = httpx.Client(base_url=service.url, verify=authority.context, timeout=20)
+    service.client = httpx.Client(base_url=service.url, verify=authority.context, timeout=60)
     service.register().raise_for_status()
     return service
 
@@ -135,7 +135,7 @@ def test_a_client_that_leaves_in_a_long_body_leaves_nothing(
     for _ in range(20):
         cut = dice.randint(3000, 2_500_000)
         with (
-            socket.create_connection(("127.0.0.1", secure.port), timeout=20) as raw,
+            socket.create_connection(("127.0.0.1", secure.port), timeout=60) as raw,
             authority.context.wrap_socket(raw, server_hostname="127.0.0.1") as client,
         ):
             if abrupt:
@@ -163,11 +163,11 @@ def test_uploads_long_polls_and_downloads_pass(secure: RunningService, tmp_path:
     poll.start()
     secure.wait_for_requests()
     version = secure.publish(content=weights).version
-    poll.join(20)
+    poll.join(60)
     assert replies[0].json()["version"] == version
     assert secure.client.get(f"/drafter/{version}/model.safetensors").content == weights
     big = run_file(metadata={"note": "x" * 500_000})
-    reply = exchange(origin, "PUT", "/runs/big", HEADERS | {"Content-Length": str(len(big))}, [big], timeout_seconds=10)
+    reply = exchange(origin, "PUT", "/runs/big", HEADERS | {"Content-Length": str(len(big))}, [big], timeout_seconds=60)
     assert reply.status == 201
 
 
@@ -177,7 +177,7 @@ def test_many_handshakes_at_once(secure: RunningService, authority: Authority) -
 
     def ask() -> None:
         for _ in range(25):
-            found.append(httpx.get(f"{secure.url}/healthz", verify=context, timeout=20).status_code)
+            found.append(httpx.get(f"{secure.url}/healthz", verify=context, timeout=60).status_code)
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
@@ -205,7 +205,7 @@ def test_a_certificate_of_another_authority_is_refused_with_what_to_do(
     for file in (str(stranger.file), ""):  # another one, and those of the system
         monkeypatch.setenv("DRAFTALIGN_CA_FILE", file)
         with pytest.raises(ReplyError, match=r"not trusted: .*; set DRAFTALIGN_CA_FILE"):
-            exchange(Origin.parse(secure.url), "GET", "/healthz", {}, [], timeout_seconds=10)
+            exchange(Origin.parse(secure.url), "GET", "/healthz", {}, [], timeout_seconds=60)
         done = CliRunner().invoke(command_line, ["runs", "--service", secure.url])
         assert isinstance(done.exception, ConfigurationError)
         assert "set DRAFTALIGN_CA_FILE" in str(done.exception)
@@ -227,18 +227,18 @@ def test_a_file_of_authorities_that_cannot_be_read_is_named(tmp_path: Path) -> N
 
 def test_plain_http_to_the_port_is_told_to_use_https(secure: RunningService) -> None:
     plain = secure.url.replace("https:", "http:")
-    reply = httpx.get(f"{plain}/healthz", timeout=10)
+    reply = httpx.get(f"{plain}/healthz", timeout=60)
     assert (reply.status_code, reply.text) == (400, "this port speaks TLS: begin the service's URL with https")
     body = rollout_file()
     headers = HEADERS | {"Content-Length": str(len(body))}
-    refused = exchange(Origin.parse(plain), "POST", "/rollouts", headers, [body], timeout_seconds=10)
+    refused = exchange(Origin.parse(plain), "POST", "/rollouts", headers, [body], timeout_seconds=60)
     assert (refused.status, refused.detail) == (400, reply.text)
 
 
 @pytest.mark.usefixtures("trusting")
 def test_https_to_a_plain_port_says_so(service: RunningService) -> None:
     with pytest.raises(ReplyError, match="does that port speak plain http"):
-        exchange(Origin.parse(service.url.replace("http", "https")), "GET", "/", {}, [], timeout_seconds=10)
+        exchange(Origin.parse(service.url.replace("http", "https")), "GET", "/", {}, [], timeout_seconds=60)
 
 
 def test_old_tls_is_refused(secure: RunningService, authority: Authority) -> None:
@@ -246,7 +246,7 @@ def test_old_tls_is_refused(secure: RunningService, authority: Authority) -> Non
     with pytest.warns(DeprecationWarning, match="TLSv1_1"):
         context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
     with (
-        socket.create_connection(("127.0.0.1", secure.port), timeout=10) as raw,
+        socket.create_connection(("127.0.0.1", secure.port), timeout=60) as raw,
         pytest.raises(OSError),  # noqa: PT011 - by this side or by the other
     ):
         context.wrap_socket(raw, server_hostname="127.0.0.1")
@@ -339,7 +339,7 @@ def test_a_handshake_that_does_not_come_ends_the_connection(
 ) -> None:
     monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
     for sent in (b"", b"\x16", b"\x16\x03\x01\x02\x00\x01"):
-        with socket.create_connection(("127.0.0.1", secure.port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", secure.port), timeout=60) as connection:
             connection.sendall(sent)
             with contextlib.suppress(ConnectionResetError):
                 assert connection.recv(1) == b""
@@ -349,11 +349,11 @@ def test_a_handshake_that_does_not_come_ends_the_connection(
 
 
 def test_an_idle_client_does_not_keep_the_server_from_its_end(secure: RunningService) -> None:
-    with socket.create_connection(("127.0.0.1", secure.port), timeout=10):  # not even a handshake
+    with socket.create_connection(("127.0.0.1", secure.port), timeout=60):  # not even a handshake
         secure.client.get("/healthz").raise_for_status()
         began = time.monotonic()
         secure.server.handle_exit(15, None)
-        secure._thread.join(20)
+        secure._thread.join(60)
     assert time.monotonic() - began < 10
 
 
@@ -370,7 +370,7 @@ def test_a_connection_given_up_before_its_handshake_began_leaves_its_place(
         door.give_up()
 
     monkeypatch.setattr(connections.TlsDoor, "connection_made", made_and_given_up)
-    with socket.create_connection(("127.0.0.1", secure.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", secure.port), timeout=60) as connection:
         assert connection.recv(1) == b""
     secure.wait_for_no_connections(5)
     assert places(secure).waiting == {}

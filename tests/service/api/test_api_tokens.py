@@ -271,7 +271,7 @@ def test_a_long_poll_whose_token_is_taken_back_learns_nothing(guarded: RunningSe
     def poll(name: str) -> None:
         headers = tokens.headers(name) | {"If-None-Match": first.headers["etag"]}
         replies[name] = httpx.get(
-            f"{guarded.url}/drafter/latest", params={"run": OWN, "wait": 30}, headers=headers, timeout=40
+            f"{guarded.url}/drafter/latest", params={"run": OWN, "wait": 30}, headers=headers, timeout=90
         )
 
     threads = [threading.Thread(target=poll, args=(name,)) for name in ("math-read", "all-read")]
@@ -282,7 +282,7 @@ def test_a_long_poll_whose_token_is_taken_back_learns_nothing(guarded: RunningSe
     tokens.remove("math-read")
     guarded.publish(OWN, b"newer weights")
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert replies["all-read"].status_code == 200
     assert replies["math-read"].status_code == 401
     assert "sha256" not in replies["math-read"].text

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 import redis.asyncio
+from ports import free_port
 from service_fixtures import RunningService
 from torch import Tensor
 from typer.testing import CliRunner
@@ -433,7 +434,7 @@ def test_many_who_put_it_back_at_once_put_it_back_once(bench: Bench, serve: Serv
     for thread in ask:
         thread.start()
     for thread in ask:
-        thread.join(30)
+        thread.join(60)
     assert sorted(one["put_back"] for one in answers) == [False] * 7 + [True]
     assert check_ledger(bench)["items"] == 1
 
@@ -568,10 +569,8 @@ class service_process:  # noqa: N801 - used as a function
     """The API as a process of its own."""
 
     def __init__(self, bench: Bench) -> None:
-        import socket
 
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         argv = [sys.executable, "-c", API, str(bench.settings.state_dir), bench.redis_url, str(port)]
         self.process = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])})
@@ -655,7 +654,7 @@ def test_uploads_that_race_with_common_rollouts_share_them_out(bench: Bench, ser
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     new = sum(4 - one["known_rollouts"] for one in replies if not one["duplicate"])
     assert new == len(set().union(*groups))
     bench.drain(bench.worker(recent_tokens=10_000))

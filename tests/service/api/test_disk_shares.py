@@ -114,7 +114,7 @@ def slow_uploads(service: RunningService, path: str, length: int, most: int) -> 
     with contextlib.ExitStack() as stack:
         let_in = 0
         for _ in range(most):
-            connection = stack.enter_context(socket.create_connection(("127.0.0.1", service.port), timeout=10))
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", service.port), timeout=60))
             connection.sendall(head)
             answer = connection.recv(4096)
             let_in += answer.startswith(b"HTTP/1.1 100")
@@ -432,7 +432,7 @@ def test_uploads_that_come_at_once_share_the_room_too(serve: Serve, disk: Disk) 
         f"Content-Length: {BODY}\r\nExpect: 100-continue\r\n\r\n"
     ).encode()
     with contextlib.ExitStack() as stack:
-        senders = [socket.create_connection(("127.0.0.1", service.port), timeout=10) for _ in range(40)]
+        senders = [socket.create_connection(("127.0.0.1", service.port), timeout=60) for _ in range(40)]
         for sender in senders:
             stack.enter_context(sender)
             sender.sendall(head)

@@ -11,7 +11,6 @@ import json
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ import numpy as np
 import pytest
 from access_fixtures import TokenFile
 from attacks.runs import SIZES, drafter_tensors, with_drafter
+from ports import free_port
 from redis import Redis
 from service_fixtures import HEADERS, HIDDEN, joined, publish, rollout_file, run_file
 
@@ -52,14 +52,13 @@ WENT_WELL = {
     "DELETE /runs/{run}/dead/{batch_id} 204",
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180 + 6 * EXAMPLES)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900 + 6 * EXAMPLES)]
 
 
 @contextmanager
 def api(state_dir: Path, redis_url: str, **settings: str) -> Iterator[tuple[int, str]]:
     """The API as a process of its own: its id and address."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     variables = {"STATE_DIR": str(state_dir), "REDIS_URL": redis_url, "PORT": str(port), "LONG_POLL_MAX_SECONDS": "0.1"}
     environment = os.environ | {f"DRAFTALIGN_{name}": value for name, value in (variables | settings).items()}
     with subprocess.Popen([sys.executable, "-m", "service.cli", "serve"], env=environment) as process:

@@ -149,8 +149,7 @@ def test_up_lets_the_api_end_the_uploads_that_it_waits_for(
     found = list[Child]()
     monkeypatch.setattr("service.cli.up.Supervisor", lambda children: Mock(run=lambda: found.extend(children)))
     monkeypatch.setattr("service.cli.up._check_device", Mock())
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
+    port = free_port()
     settings = Settings(state_dir=tmp_path, redis_url=SecretStr(redis_url), port=port)
     run_up(settings)
     patience = {child.name: child.patience_seconds for child in found}
@@ -270,7 +269,7 @@ class Up:
                 stderr=output,
                 start_new_session=True,  # a Ctrl-C of this test must not reach pytest
             )
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=10)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
 
     def children(self) -> dict[str, int]:
         """Process ids by name, the newest of each."""
@@ -317,7 +316,6 @@ def up(tmp_path: Path) -> Iterator[Up]:
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(240)
 def test_up_serves_survives_the_death_of_each_part_and_ends_on_ctrl_c(up: Up, tmp_path: Path) -> None:
     up.wait_ready()
     world = World()
@@ -341,7 +339,7 @@ def test_up_serves_survives_the_death_of_each_part_and_ends_on_ctrl_c(up: Up, tm
     children = up.children()
     os.killpg(up.process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
     started = time.monotonic()
-    assert up.process.wait(20) == 0
+    assert up.process.wait(60) == 0
     assert time.monotonic() - started < 15
     assert sorted(children) == ["api", "valkey", "worker"]
     assert not any(alive(pid) for pid in children.values())
@@ -352,7 +350,6 @@ def test_up_serves_survives_the_death_of_each_part_and_ends_on_ctrl_c(up: Up, tm
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 def test_up_with_two_ranks_loses_nothing_when_a_rank_or_their_torchrun_is_killed(tmp_path: Path) -> None:
     """And none of them outlives it."""
     up = Up(tmp_path, DRAFTALIGN_WORKER_RANKS="2", DRAFTALIGN_TRAIN_STEP_TOKENS="64")

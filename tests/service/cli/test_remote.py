@@ -90,7 +90,7 @@ def test_who_gives_up_on_a_change_is_told_that_it_may_be_done_all_the_same(
     service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version, done = service.publish().version, threading.Event()
-    monkeypatch.setattr(Registry, "verify", lambda *_: done.wait(20))
+    monkeypatch.setattr(Registry, "verify", lambda *_: done.wait(60))
     try:
         with pytest.raises(ConfigurationError, match="timed out; it may do what was asked all the same"):
             call("POST", service.url, f"/drafter/{version}/rollback?run=default", 0.2, json={"reason": "r"})

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from agent_fixtures import eventually
+from ports import free_port
 from redis import Redis
 from redis.exceptions import RedisError
 from valkey_fixtures import OwnValkey
@@ -54,8 +55,7 @@ def test_what_is_wrong_is_named_with_what_to_do(
     ],
 )
 def test_a_node_of_a_cluster_and_a_sentinel_are_named(tmp_path: Path, options: tuple[str, ...], named: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     file = tmp_path / "server.conf"
     file.write_text(f"bind 127.0.0.1\ndir {tmp_path}\n")
     argv = [str(find_binary()), str(file), "--port", port, *options]
@@ -131,8 +131,7 @@ def test_no_part_starts_on_it(command: str, own_valkey: OwnValkey, tmp_path: Pat
     with Redis.from_url(own_valkey.url) as client:
         client.replicaof("127.0.0.1", "1")
     root = str(Path(__file__).parents[3])
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     given = {"DRAFTALIGN_REDIS_URL": own_valkey.url, "DRAFTALIGN_PORT": port, "PYTHONPATH": root}
     done = subprocess.run(
         [sys.executable, "-m", "service.cli", command],

@@ -35,7 +35,7 @@ def by_module(directory: Path) -> Iterator[tuple[subprocess.Popen[bytes], OwnVal
     server = OwnValkey(directory)
     with subprocess.Popen([sys.executable, "-m", "service.cli.valkey", str(directory)]) as process:
         try:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while not server.ping():
                 assert time.monotonic() < deadline
                 time.sleep(0.02)

@@ -226,7 +226,6 @@ def test_what_cannot_work_ends_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_run_begins_with_a_drafter_that_knows_the_policy(tmp_path: Path) -> None:
     """It asks for three times as many answers as there are prompts: what comes again judges drafters too."""
     prompts = tmp_path / "prompts.jsonl"

@@ -600,7 +600,7 @@ def test_many_concurrent_senders_and_workers_lose_and_double_nothing(bench: Benc
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert sorted(acked) == sorted(make_batch(n).batch_id for n in range(40))
     counters = bench.worker.counters()
     assert list(counters) == list(COUNTERS)

@@ -394,7 +394,7 @@ def test_parallel_publishers_and_rollbacks_never_share_a_sequence(registry: Regi
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     sequences = [e["sequence"] for e in told(registry)]
     assert sequences == list(range(1, 34))
     assert len(registry.versions("default")) == 17
@@ -428,7 +428,7 @@ def test_events_of_many_writers_are_whole_lines(registry: Registry) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     events = told(registry)[1:]
     assert {e["by"] for e in events} == {f"{n} {t}" for n in range(4) for t in range(50)}
     assert len(events) == 200

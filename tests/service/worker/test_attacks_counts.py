@@ -241,6 +241,6 @@ def test_an_agent_whose_engine_counts_what_it_likes_by_prompt_lives_and_changes_
             eventually(lambda: 'verdict="healthy"' in verdict())
     finally:
         agent.stop()
-        thread.join(20)
+        thread.join(60)
         honest.down()
     assert not thread.is_alive()

@@ -375,7 +375,7 @@ def test_another_api_process_obeys_at_once_and_two_people_do_not_overwrite_each_
 
     def ask(state: str) -> None:
         body = {"state": state, "reason": "x", "instead_of": "draining"}
-        outcomes.append(httpx.patch(f"{service.url}/runs/default", json=body, timeout=20.0).status_code)
+        outcomes.append(httpx.patch(f"{service.url}/runs/default", json=body, timeout=60).status_code)
 
     threads = [threading.Thread(target=ask, args=(state,)) for state in ("active", "paused", "archived")]
     for thread in threads:

@@ -45,7 +45,6 @@ from service.storage.reports.store import AsyncStore
 from service.storage.runs import _sum_of, keep_head
 
 ROOT = Path(__file__).parents[3]
-pytestmark = pytest.mark.timeout(300)
 FIRST, SECOND, THIRD = "1" * 32, "2" * 32, "3" * 32
 
 
@@ -801,7 +800,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_trainers_that_are_killed_at_version_1_are_told_apart_by_the_whole_service_after_a_restart_of_it_too(
     tmp_path: Path,
 ) -> None:
@@ -831,7 +829,6 @@ def test_trainers_that_are_killed_at_version_1_are_told_apart_by_the_whole_servi
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_ranks_of_a_trainer_are_of_one_session(bench: Bench, service: RunningService) -> None:
     """Two processes in a gloo group, started twice: each start is one attempt, whichever rank's rollouts come first."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))

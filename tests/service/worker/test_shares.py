@@ -139,7 +139,6 @@ def ranks_of(agent: subprocess.Popen[bytes]) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_worker_of_two_ranks_hands_runs_over_and_when_a_rank_dies_the_other_worker_has_them_all(
     tmp_path: Path, redis_url: str, workers: Nest
 ) -> None:

@@ -22,7 +22,6 @@ from service.storage.runs import change_state
 from service.worker.process.worker import Worker
 
 
-@pytest.mark.timeout(240)
 def test_a_run_that_kills_the_worker_when_it_is_opened_is_set_aside_and_the_others_train(
     bench: Bench, tmp_path: Path
 ) -> None:
@@ -43,7 +42,6 @@ def test_a_run_that_kills_the_worker_when_it_is_opened_is_set_aside_and_the_othe
         assert "died 3 times while it opened this run" in error_of(bench)
 
 
-@pytest.mark.timeout(240)
 def test_a_run_whose_every_batch_kills_the_worker_is_set_aside_and_the_others_train(
     bench: Bench, tmp_path: Path
 ) -> None:

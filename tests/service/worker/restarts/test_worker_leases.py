@@ -110,16 +110,16 @@ def test_the_last_heartbeat_takes_no_lease_that_was_given_back(bench: Bench, mon
     def slow(self: WorkersQueue, consumer: str, entry_ids: Sequence[str]) -> list[str]:
         if threading.current_thread() is heartbeat and not began.is_set():
             began.set()
-            assert closed.wait(20)
+            assert closed.wait(60)
         return beat(self, consumer, entry_ids)
 
     monkeypatch.setattr(WorkersQueue, "heartbeat", slow)
     heartbeat = threading.Thread(target=worker._heartbeat.beat)
     heartbeat.start()
-    assert began.wait(20)
+    assert began.wait(60)
     worker._close()
     closed.set()
-    heartbeat.join(20)
+    heartbeat.join(60)
     assert [bench.redis.get(Leases.key(run)) for run in ("before-default", "default")] == [None, None]
 
 

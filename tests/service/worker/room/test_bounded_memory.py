@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from room_fixtures import error_of, is_trained
 from worker_fixtures import CONFIG, LAYERS, Bench, alive, joined, nest
@@ -54,7 +53,6 @@ def fat_batch(run: str, name: str, head: torch.Tensor) -> bytes:
     return joined(wire.encode({k: as_wire(v) for k, v in tensors.items()}, metadata))
 
 
-@pytest.mark.timeout(300)
 def test_an_honest_run_is_trained_beside_fat_idle_ones_in_a_process_whose_memory_is_bounded(
     bench: Bench, tmp_path: Path
 ) -> None:
