@@ -316,7 +316,8 @@ def test_a_redis_that_takes_no_writes_is_not_ready_and_says_why(
 
 def test_a_node_of_a_cluster_is_not_ready(tmp_path: Path) -> None:
     socket_path = tmp_path / "node.sock"
-    options = f"--port 0 --unixsocket {socket_path} --cluster-enabled yes --cluster-port 1 --dir {tmp_path} --save ''"
+    bus = f"--cluster-enabled yes --cluster-port {free_port()}"
+    options = f"--port 0 --unixsocket {socket_path} {bus} --dir {tmp_path} --save ''"
     node = subprocess.Popen([find_binary(), *shlex.split(options)], stdout=subprocess.DEVNULL)
     service = RunningService(state_dir=tmp_path / "state", redis_url=f"unix://{socket_path}")
     try:

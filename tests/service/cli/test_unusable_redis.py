@@ -50,14 +50,14 @@ def test_what_is_wrong_is_named_with_what_to_do(
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--cluster-enabled", "yes", "--cluster-port", "1"), "is a node of a cluster .* give it as redis.cluster://"),
+        (("--cluster-enabled", "yes"), "is a node of a cluster .* give it as redis.cluster://"),
         (("--sentinel",), "lacks a command: it is a Sentinel's own port, .* give the address of the primary"),
     ],
 )
 def test_a_node_of_a_cluster_and_a_sentinel_are_named(tmp_path: Path, options: tuple[str, ...], named: str) -> None:
     port = str(free_port())
     file = tmp_path / "server.conf"
-    file.write_text(f"bind 127.0.0.1\ndir {tmp_path}\n")
+    file.write_text(f"bind 127.0.0.1\ndir {tmp_path}\ncluster-port {free_port()}\n")
     argv = [str(find_binary()), str(file), "--port", port, *options]
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL) as server:
         try:
