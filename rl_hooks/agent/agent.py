@@ -48,7 +48,7 @@ from rl_hooks.release import (
     parse_manifest,
 )
 from rl_hooks.sending.delivery import NO_SUCH_RUN
-from rl_hooks.sending.exchange import clean_token, trusted
+from rl_hooks.sending.exchange import Origin, clean_token, trusted
 
 log = logging.getLogger("draftalign.agent")
 
@@ -99,6 +99,7 @@ class AgentConfig:
         for url in (self.service_url, *reached):
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"{url!r} is not an http:// or https:// address")
+        Origin.parse(self.service_url)
         if not self.engine_urls or len(set(self.engine_urls)) != len(self.engine_urls):
             raise ValueError(f"engine_urls: expected at least one engine, each named once, got {self.engine_urls}")
         if not PLAIN_NAME.fullmatch(self.run):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from rl_hooks.release import PLAIN_NAME
 from rl_hooks.sending.exchange import Origin
 
 log = logging.getLogger("draftalign.tap")
+
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,13 @@ class ServiceSettings:
             url,
             environment.get("DRAFTALIGN_RUN") or "default",
             environment.get("DRAFTALIGN_TOKEN") or None,
-            float(fraction or 0.05),
-            int(environment.get("DRAFTALIGN_TOKENS_PER_MINUTE") or 60_000),
+            _number(float, "DRAFTALIGN_SAMPLE_FRACTION", fraction or "0.05"),
+            _number(int, "DRAFTALIGN_TOKENS_PER_MINUTE", environment.get("DRAFTALIGN_TOKENS_PER_MINUTE") or "60000"),
         )
+
+
+def _number(kind: type[_Number], variable: str, text: str) -> _Number:
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise ValueError(f"{variable}: expected {kind.__name__}, got {text!r}") from error

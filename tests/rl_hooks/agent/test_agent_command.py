@@ -44,6 +44,7 @@ def test_service_and_run_are_the_environments_unless_they_are_given(tmp_path: Pa
     assert "run: 'no name' is not a plain name" in refused(tmp_path, DRAFTALIGN_RUN="no name")
     given = refused(tmp_path, "--service", "gopher://s", DRAFTALIGN_URL="ftp://s")
     assert "'gopher://s' is not an http://" in given
+    assert "a token goes into DRAFTALIGN_TOKEN" in refused(tmp_path, DRAFTALIGN_URL="http://trainer:s3cret@s")
 
 
 def test_a_port_for_metrics_that_is_taken_is_named(tmp_path: Path) -> None:

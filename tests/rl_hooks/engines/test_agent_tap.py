@@ -653,6 +653,12 @@ def test_settings_that_make_no_sense_are_refused(name: str, value: str) -> None:
         ServiceSettings.read({"DRAFTALIGN_URL": "http://s", f"DRAFTALIGN_{name}": value})
 
 
+@pytest.mark.parametrize("name", ["SAMPLE_FRACTION", "TOKENS_PER_MINUTE"])
+def test_a_setting_that_is_no_number_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=f"DRAFTALIGN_{name}: expected (int|float), got '5%'"):
+        ServiceSettings.read({"DRAFTALIGN_URL": "http://s", f"DRAFTALIGN_{name}": "5%"})
+
+
 def three_ways() -> tuple[FeatureTap, list[Collected], Script]:
     """A tap with a request that has ended, and one under way."""
     collected: list[Collected] = []

@@ -698,6 +698,13 @@ def test_a_url_that_is_none_is_refused_at_once(url: str) -> None:
         RolloutSender(url)
 
 
+def test_a_url_with_a_password_is_refused_and_not_told() -> None:
+    # The agent's client would send it in the token's place, the sender not at all; both would log it.
+    with pytest.raises(ValueError, match="DRAFTALIGN_TOKEN") as refused:
+        RolloutSender("http://trainer:s3cret@h:1")
+    assert "cret" not in str(refused.value)
+
+
 def test_origins_are_parsed_with_ports_and_base_paths() -> None:
     assert Origin.parse("https://h/x/") == Origin("https", "h", 443, "/x")
     assert Origin.parse("http://[::1]:81") == Origin("http", "::1", 81, "")
