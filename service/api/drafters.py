@@ -148,7 +148,11 @@ async def _gone(request: Request) -> None:
 @router.get(
     "/drafter/{version}/{file}",
     response_class=CheckpointResponse,
-    responses={304: {"description": "Still the same."}, 307: {"description": "Fetch it there, without the token."}},
+    responses={
+        206: {"description": "The bytes that Range names."},
+        304: {"description": "Still the same."},
+        307: {"description": "Fetch it there, without the token."},
+    },
 )
 async def get_file(
     request: Request,
