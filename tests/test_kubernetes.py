@@ -299,7 +299,7 @@ def test_manifests_name_commands_settings_and_each_other(overlay: str) -> None:
             assert [str(p["port"]) for p in services[host]["ports"]] == [port]
             (state,) = [m["mountPath"] for m in container["volumeMounts"] if m["name"] == "state"]
             assert variables["DRAFTALIGN_STATE_DIR"] == state
-        for probe in ("livenessProbe", "readinessProbe"):
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             if probe in container:
                 assert container[probe]["httpGet"]["path"] in PUBLIC
 
@@ -397,6 +397,8 @@ def test_replicas_of_the_api_share_the_workers_state_and_grow_with_their_load(ov
     assert scaler["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "draftalign-api"}
     assert "replicas" not in api, "each apply would undo what the scaler has set"
     assert scaler["minReplicas"] > budget["minAvailable"]
+    starting = api["template"]["spec"]["containers"][0]["startupProbe"]
+    assert starting["periodSeconds"] * starting["failureThreshold"] >= 3600, "the state is copied first"
     for spec in (api, worker):
         pod = spec["template"]["spec"]
         (container,) = pod["containers"]
