@@ -69,6 +69,8 @@ _SCORES_KEPT: Final = 4608
 _KEPT_DAYS: Final = 7
 #: `maxmemory` of the Redis that `draftalign up`, compose and Kubernetes start.
 REDIS_BYTES: Final = 512 << 20
+#: Room is planned for so many times the planned queue: simulated ones were larger in 1 of 60 (docs/lab/capacity.md).
+_QUEUE_ROOM: Final = 2.0
 _DAY_SECONDS: Final = 86_400
 #: From this share of an API process' core on, what would take work off it is named.
 _ADVISED_LOAD: Final = 0.5
@@ -329,15 +331,15 @@ def _listed(parts: Mapping[str, float], unit: float) -> str:
 def _of_queue(queued: float, settings: Settings) -> Fact:
     text, most = "largest queue and spool of a run, if the gate agrees", settings.queue_max_bytes
     if most is None:
-        return Fact(queued, "bytes", "assumed", f"{text}; `disk` is so large that it finds room")
-    limit = f"DRAFTALIGN_QUEUE_MAX_BYTES is {most / GIB:g} GiB"
-    return Fact(queued, "bytes", "assumed", f"{text}; {limit}", queued / most)
+        return Fact(queued, "bytes", "assumed", f"{text}; `disk` has room for {_QUEUE_ROOM:g} times that")
+    limit = f"DRAFTALIGN_QUEUE_MAX_BYTES is {most / GIB:g} GiB, and should hold {_QUEUE_ROOM:g} times that"
+    return Fact(queued, "bytes", "assumed", f"{text}; {limit}", _QUEUE_ROOM * queued / most)
 
 
 def _of_disk(traffic: Traffic, queued: float, settings: Settings) -> Fact:
-    """The disk on which no run's queue is refused: all that workers keep, all queues, and what must be left for others.
+    """The disk on which no run's queue is refused: all that workers keep, room for all queues, and for others.
 
-    That is a third of a run's own files, or three times its queue (`Disk.queue_share_bytes`).
+    What must be left for others is a third of a run's own files, or three times its queue (`Disk.queue_share_bytes`).
     """
     plan, drafter = traffic.plan, traffic.plan.drafter
     versions = settings.keep_versions + 2  # the first and the served one
@@ -347,7 +349,7 @@ def _of_disk(traffic: Traffic, queued: float, settings: Settings) -> Fact:
         "a checkpoint, twice while it is written": 2 * checkpoint_bytes(drafter, settings.optimizer),
         "target and a head": 3 * drafter.vocab_size * drafter.target_hidden_size * 2,
     }
-    queue = queued if settings.queue_max_bytes is None else min(queued, settings.queue_max_bytes)
+    queue = min(_QUEUE_ROOM * queued, settings.queue_max_bytes or math.inf)
     own = sum(kept.values()) + queue
     parts = ", ".join(f"{name} {size / GIB:,.1f}" for name, size in kept.items())
     text = f"for all runs; the worker keeps {sum(kept.values()) / GIB:,.1f} GiB of each ({parts})"

@@ -112,7 +112,7 @@ def test_on_the_disk_of_the_plan_no_queue_is_refused_and_on_a_smaller_one_some_a
 ) -> None:
     given, settings = replace(GIVEN, runs=runs), Settings(**more)  # type: ignore[arg-type]
     facts = estimate(given, settings)
-    queued = int(min(facts["queue"].value, settings.queue_max_bytes or math.inf))
+    queued = int(min(2 * facts["queue"].value, settings.queue_max_bytes or math.inf))
     found = re.search(r"keeps ([\d.]+) GiB of each", facts["disk"].text)
     assert found is not None
     kept = int(float(found[1]) * GIB)
