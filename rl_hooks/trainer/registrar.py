@@ -67,6 +67,23 @@ class HeadUpdates:
         self._due = self._went_back = False
 
 
+class Renewal:
+    """When to register again a run that was registered, and that the service has lost."""
+
+    def __init__(self, sender: RolloutSender, tally: Tally) -> None:
+        self._sender, self._tally = sender, tally
+        self._at = -math.inf  # monotonic
+
+    def is_due(self) -> bool:
+        """Whether to register it now. True at most once in `_RENEW_SECONDS`."""
+        now = time.monotonic()
+        due = now - self._at >= _RENEW_SECONDS and self._sender.lost
+        if due:
+            self._at = now
+            self._tally.warn("renewed", "the service has lost the run: it is registered again")
+        return due
+
+
 class Registrar:
     """Registers the run, and sends its head again after a relative change of more than `tolerance`."""
 
@@ -90,16 +107,13 @@ class Registrar:
         self._session = session
         self._updates: HeadUpdates | None = None
         self._embedding: WholeWeight[None] | None = None
-        self._renewed = -math.inf  # monotonic
+        self._renewal = Renewal(sender, tally)
         self._begin(registration, int(registration.metadata["policy_version"]))
 
     def renew(self, policy_version: int) -> None:
         """Register the run again, with the weights of now, if it was registered and is there no more."""
-        now = time.monotonic()
-        if self._registration is None and now - self._renewed >= _RENEW_SECONDS and self._sender.lost:
-            self._renewed = now
+        if self._registration is None and self._renewal.is_due():
             self._begin(self._make(), policy_version)
-            self._tally.warn("renewed", "the service has lost the run: it is registered again")
 
     def _begin(self, registration: RunRegistration, policy_version: int) -> None:
         self._registration, self._updates = registration, None

@@ -32,6 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl_hooks import wire
 from rl_hooks.errors import UnsupportedModelError
+from rl_hooks.sending.delivery import NO_SUCH_RUN
 from rl_hooks.trainer.megatron.hook import attach
 
 AUX = (0, 2, 3)
@@ -222,6 +223,8 @@ def train(rank: int, words: list[str], service: Any, found: dict[str, Any]) -> l
         hook = attach(model, service.url, config=llama("tied" in words), **options)
         if "unsent" in words:
             refuse_once(hook)
+        if "lost" in words:
+            service.answer = lose_once()
     for step in range(STEPS):
         ids, mask, generated = rollouts(step)
         if "foreign" in words:
@@ -264,6 +267,18 @@ def train(rank: int, words: list[str], service: Any, found: dict[str, Any]) -> l
         found["metrics"] = hook.metrics()
         hook.close()
     return [p.detach().clone() for p in model.parameters()]
+
+
+def lose_once() -> Any:
+    """What a service answers that has lost the run before its first rollouts."""
+    lost = iter([True])
+
+    def answer(request: Any) -> Any:
+        if request.path.startswith("/rollouts") and next(lost, False):
+            return 404, {}, {"type": NO_SUCH_RUN, "detail": "there is no run 'r'"}
+        return 202, {}, {"duplicate": False}
+
+    return answer
 
 
 def refuse_once(hook: Any) -> None:
@@ -331,8 +346,9 @@ def compare(service: Any, whole: Any, ids: Any, states: Any, step: int, exact: b
         heads = [mapped(r, Path(directory)) for r in service.requests if r.method == "PUT"]
         name = "lm_head" if "lm_head" in heads[-1] else "embed_tokens"
         result["head"] = torch.equal(as_float(heads[-1], name), whole.lm_head.weight)
-        if step == 0:
-            result["embedding"] = torch.equal(as_float(heads[0], "embed_tokens"), whole.model.embed_tokens.weight)
+        result["head_version"] = int(heads[-1].header.metadata["policy_version"])
+        if "embed_tokens" in heads[-1]:
+            result["embedding"] = torch.equal(as_float(heads[-1], "embed_tokens"), whole.model.embed_tokens.weight)
     return result
 
 

@@ -24,7 +24,9 @@ pytestmark = STACK.marks
 
 @pytest.fixture(name="ranks", scope="module")
 def _ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return STACK.ranks(tmp_path_factory.mktemp(STACK.name), *WORKING, *FAILING, "untied unsent", "refused")
+    return STACK.ranks(
+        tmp_path_factory.mktemp(STACK.name), *WORKING, *FAILING, "untied unsent", "untied sequence lost", "refused"
+    )
 
 
 @pytest.mark.parametrize("case", WORKING)
@@ -63,7 +65,19 @@ def test_a_head_that_could_not_be_queued_is_sent_with_the_next_batch(ranks: list
     assert [first["head_updates"], first["failures"], second["failures"]] == [1, 0, 0]
 
 
-@pytest.mark.parametrize("case", [*WORKING, *FAILING])
+def test_a_run_that_the_service_has_lost_is_registered_again_with_the_weights_of_all_ranks(
+    ranks: list[dict[str, Any]],
+) -> None:
+    first, second = (found["untied sequence lost"] for found in ranks)
+    post = "POST /rollouts?run=r"
+    assert first["requests"] == ["PUT /runs/r", post, "PUT /runs/r", post, "PUT /runs/r/head", post]
+    assert second["requests"] == []
+    again = first["steps"][1]
+    assert (again["head"], again["embedding"], again["head_version"]) == (True, True, 1)
+    assert [first["failures"], second["failures"]] == [0, 0]
+
+
+@pytest.mark.parametrize("case", [*WORKING, *FAILING, "untied sequence lost"])
 def test_the_weights_are_bit_identical_with_and_without_the_hook(ranks: list[dict[str, Any]], case: str) -> None:
     assert [found[case]["weights"] for found in ranks] == [True, True]
 

@@ -9,8 +9,8 @@ Rank 0 of each tensor-parallel group chooses the rollouts, tells the others whic
 states entering the layers, the final norm's output, and the output layer's own logits, of which each rank has a part of
 the vocabulary. Under sequence parallelism each rank has a slice of the states. Each forward costs the group two small
 exchanges on the host, two small all-reduces, and with slices one reduction of the rows to rank 0. The head is gathered
-where it has moved. Pipeline and context parallelism and multi-token prediction are refused when attaching. Written
-against Megatron-Core 0.16.1.
+where it has moved, and with the embedding where the service has lost the run. Pipeline and context parallelism and
+multi-token prediction are refused when attaching. Written against Megatron-Core 0.16.1.
 
 Legend: S tokens of a row, B rows, N rows (tokens) that are sent, H hidden size, v a rank's part of the vocabulary.
 """
@@ -33,7 +33,7 @@ from rl_hooks.trainer.base import AttachKeywords, HookKeywords, HookOptions, Tra
 from rl_hooks.trainer.megatron.part import ModelPart, Reading, as_target, check_packing
 from rl_hooks.trainer.megatron.ranks import TensorRanks
 from rl_hooks.trainer.plan import BatchPlan, CaptureArguments, MegatronCaptureKeywords, checked_version, plan_batch
-from rl_hooks.trainer.registrar import HeadUpdates
+from rl_hooks.trainer.registrar import HeadUpdates, Renewal
 from rl_hooks.trainer.staging import RolloutStaging, placed
 
 _Made = TypeVar("_Made")
@@ -88,22 +88,16 @@ class MegatronHook(TrainerHook):
         #: Whether this rank's hook asks the service how the run stands.
         self.leads = self.ranks.rank == 0 and told.rank == 0
         super().__init__(url, told, asks=self.leads, waits_for_run=told.rank != 0)
+        self._config = config
         self._part: ModelPart | None = None
+        #: Group 0 registers the run, and sends the head for all.
+        self._updates: HeadUpdates | None = None
         try:
             part = self._part = self._agreed(
                 lambda: ModelPart(model, target_config(as_target(config)), told.aux_layers, told.logit_map, self.ranks)
             )
-            # Whole on rank 0 only, on the host.
-            weights = [self.ranks.whole(weight) for weight in part.weights()] if told.rank == 0 else []
-
-            def register() -> RunRegistration | None:
-                whole = [weight[: part.vocab_size] for weight in weights if weight is not None]
-                if not whole:
-                    return None
-                target = as_target(config, *whole, tied=part.tied)
-                return self._registration(target, part.features.aux_layers, part.logit_map)
-
-            registration = self._agreed(register)
+            if told.rank == 0:
+                self._register(part, told.policy_version)
         except BaseException:
             self.close()
             raise
@@ -111,12 +105,27 @@ class MegatronHook(TrainerHook):
         self._staging = RolloutStaging(
             self.sender, self.tally, self.session, told, fingerprint, part.features.aux_layers, part.logit_map
         )
-        #: Group 0 sends the head for all.
-        self._updates: HeadUpdates | None = None
-        if told.rank == 0:
-            self._updates = HeadUpdates(part.weights()[1], told.head_tolerance, told.policy_version)
+        self._renewal = Renewal(self.sender, self.tally)
+
+    def _register(self, part: ModelPart, policy_version: int) -> None:
+        """Register the run with the weights of now, which all ranks of group 0 gather.
+
+        Raises `UnsupportedModelError` on every rank where it fails on any.
+        """
+        weights = [self.ranks.whole(weight) for weight in part.weights()]  # whole on rank 0 only, on the host
+
+        def register() -> RunRegistration | None:
+            whole = [weight[: part.vocab_size] for weight in weights if weight is not None]
+            if not whole:
+                return None
+            target = as_target(self._config, *whole, tied=part.tied)
+            return self._registration(target, part.features.aux_layers, part.logit_map)
+
+        registration = self._agreed(register)
+        self._updates = HeadUpdates(part.weights()[1], self._options.head_tolerance, policy_version)
         if registration is not None:
-            self.sender.submit_job(registration.job(told.run))
+            registration.metadata |= {"policy_version": str(policy_version)}
+            self.sender.submit_job(registration.job(self._options.run))
 
     def _agreed(self, work: Callable[[], _Made]) -> _Made:
         """What `work` returns. Raises `UnsupportedModelError` on every rank where it fails on any."""
@@ -158,6 +167,8 @@ class MegatronHook(TrainerHook):
             self.guard(_raise, error)
             yield
             return
+        if reading.renews:
+            self.guard(self._register, part, reading.policy_version)
         try:
             with part.armed(reading):
                 yield
@@ -172,8 +183,12 @@ class MegatronHook(TrainerHook):
         plan = plan_batch(self.ids, self._choice, arguments)
         if plan is None:
             none = np.empty(0, np.int64)
-            return None, Reading(policy_version, 1.0, (0, 0), none, none, none)
-        return plan, Reading(policy_version, plan.temperature, plan.layout.shape, plan.rows, *plan.scored())
+            return None, Reading(policy_version, 1.0, (0, 0), none, none, none, self._renews())
+        rows = plan.rows, *plan.scored()
+        return plan, Reading(policy_version, plan.temperature, plan.layout.shape, *rows, self._renews())
+
+    def _renews(self) -> bool:
+        return self._options.rank == 0 and self._renewal.is_due()
 
     def _together(self, part: ModelPart, reading: Reading, plan: BatchPlan | None) -> None:
         """What this rank can do alone; then the exchanges, which no rank leaves out; then rank 0 sends."""
