@@ -242,7 +242,7 @@ KEPT = Site(
     ("args", "model"),
     ("get_batch", "hook(args, model, step)", "model(**batch)"),
     ("tokens",),
-    ("self.go", "ids"),
+    never=("self.go", "ids"),
 )
 
 
