@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 
@@ -26,6 +26,7 @@ class Site:
     takes: tuple[str, ...] = ()
     does: tuple[str, ...] = ()
     says: tuple[str, ...] = ()
+    _: KW_ONLY
     names: tuple[str, ...] = ()
     never: tuple[str, ...] = ()
 
@@ -152,7 +153,7 @@ CONTRACTS: dict[str, Contract] = {
                 ("model", "inputs"),
                 ("self._get_per_token_logps_and_entropies", "grpo_accumulated_loss"),
                 ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask"),
-                ("self._compute_loss",),
+                never=("self._compute_loss",),
             ),
             Site(_UNSLOTH, does=("RL_FUNCTIONS['grpo_trainer'].append(grpo_trainer_compute_loss)",)),
             Site(_UNSLOTH, says=("UNSLOTH_RETURN_HIDDEN_STATES",)),  # the forward goes past lm_head
