@@ -9,6 +9,7 @@ Legend: N rows of a request, A aux layers, H hidden size, T tokens of a rollout.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import math
@@ -51,6 +52,10 @@ class RequestSampling:
     def truncated(self) -> bool:
         """Whether top_p or top_k cut tokens off."""
         return self.top_p < 1 or self.top_k > 0
+
+
+#: Makes a `RequestSampling`; one object for equal ones: a step compares those of all its requests.
+shared_sampling: Final = functools.lru_cache(RequestSampling)
 
 
 @dataclass(frozen=True, slots=True)

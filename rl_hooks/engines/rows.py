@@ -9,8 +9,9 @@ Legend: N rows, S segments (the rows of one request in one step), A aux layers, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -58,6 +59,16 @@ class Step:
     #: Where the head is split over ranks: returns (logsumexp, log p of the label by `labelled_rows`) [2, rows] on the
     #: host, NaN where they are unknown. It waits for other ranks, so only the tap's thread calls it.
     scores: Callable[[], Tensor] | None = None
+
+    def scored(self, rows: Ints, wait: Callable[[], Tensor]) -> Step:
+        """The step with scores of these rows. `wait` returns them, float32 [2, len(rows)], and may wait for ranks."""
+        return replace(self, scores=functools.partial(_placed, rows, wait, len(self.last)))
+
+
+def _placed(rows: Ints, wait: Callable[[], Tensor], count: int) -> Tensor:
+    placed = torch.full((2, count), torch.nan)
+    placed[:, torch.from_numpy(rows)] = wait()
+    return placed
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,15 @@ Legend: A aux layers, H hidden size, R requests of a batch, K tokens of a round.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_hooks.engines.collected import Request, RequestSampling
+from rl_hooks.engines.collected import Request, RequestSampling, shared_sampling
 from rl_hooks.engines.rows import Head, Ints, Step, of_counted
 from rl_hooks.engines.vllm.steps import TapUnsupportedError
 from rl_hooks.sending.copies import HostCopies, to_device
@@ -77,14 +76,8 @@ def is_plain(request: Any, *, draws: bool) -> bool:
 def sampling_of(params: Any) -> RequestSampling:
     """How SGLang's sampling parameters draw a token. It turns temperature 0 into the most probable token, `top_k` 1."""
     if params.top_k == 1:
-        return _sampling(0.0, 1.0, 0)
-    return _sampling(float(params.temperature), float(params.top_p), int(params.top_k) % _WHOLE_VOCABULARY)
-
-
-@functools.lru_cache
-def _sampling(temperature: float, top_p: float, top_k: int) -> RequestSampling:
-    # One object for equal ones: a step compares those of all its requests.
-    return RequestSampling(temperature, top_p, top_k)
+        return shared_sampling(0.0, 1.0, 0)
+    return shared_sampling(float(params.temperature), float(params.top_p), int(params.top_k) % _WHOLE_VOCABULARY)
 
 
 def request_of(request: Any) -> Request:
@@ -132,14 +125,8 @@ def with_scores(step: Step, logits_NV: Tensor, labels_N: Tensor, samplings: Sequ
     scores = _LOGITS.score_step(logits_NV, labels_N, samplings, np.full(len(samplings), each, np.int64))
     ends = np.repeat(step.first_rows + step.row_counts, each)
     rows = ends - np.tile(np.arange(each, 0, -1), len(samplings))
-    return replace(step, scores=functools.partial(_placed, rows, HostCopies({"scores": scores}), len(step.last)))
-
-
-def _placed(rows: Ints, copies: HostCopies, count: int) -> Tensor:
-    """Scores, float32 [2, rows of the step]; NaN where there are none. Called in the tap's thread, which may wait."""
-    placed = torch.full((2, count), torch.nan)
-    placed[:, torch.from_numpy(rows)] = copies.wait()["scores"]
-    return placed
+    copies = HostCopies({"scores": scores})
+    return step.scored(rows, lambda: copies.wait()["scores"])
 
 
 def captured_layers(model: nn.Module) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ That call is `propose_draft_token_ids` in the V1 model runner, `speculator.propo
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_hooks.engines.collected import Request, RequestSampling
+from rl_hooks.engines.collected import Request, RequestSampling, shared_sampling
 from rl_hooks.engines.rows import Step, as_told, of_tokens
 from rl_hooks.engines.vllm import KNOWN_RELEASES
 from rl_hooks.sending.copies import to_device
@@ -116,13 +115,7 @@ def is_resumed(new: Any) -> bool:
 
 def sampling_of(params: Any) -> RequestSampling:
     """How vLLM's sampling parameters draw a token."""
-    return _sampling(float(params.temperature), float(params.top_p), max(0, int(params.top_k)))
-
-
-@functools.lru_cache
-def _sampling(temperature: float, top_p: float, top_k: int) -> RequestSampling:
-    # One object for equal ones: a step compares those of all its requests.
-    return RequestSampling(temperature, top_p, top_k)
+    return shared_sampling(float(params.temperature), float(params.top_p), max(0, int(params.top_k)))
 
 
 def leaves_out_truncated(config: Any) -> bool:

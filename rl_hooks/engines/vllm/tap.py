@@ -19,14 +19,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from rl_hooks.engines.collected import Request
 from rl_hooks.engines.policy_watch import PolicyWatch
@@ -112,14 +109,7 @@ class _SplitScores:
             raise problem
         if step is None or rows is None:
             return step
-        return replace(step, scores=functools.partial(_placed, rows, joined, len(step.last)))
-
-
-def _placed(rows: npt.NDArray[np.int64], joined: Future[Tensor], count: int) -> Tensor:
-    """Scores, float32 [2, rows of the step]; NaN where there are none. Called in the tap's thread, which may wait."""
-    placed = torch.full((2, count), torch.nan)
-    placed[:, rows] = joined.result()
-    return placed
+        return step.scored(rows, joined.result)
 
 
 class VllmTap:
