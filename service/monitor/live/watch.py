@@ -63,6 +63,11 @@ UNREVIVED_PUSHES: Final = 3
 _LONGEST_PAUSE_SECONDS: Final = 1800.0
 #: An engine that has reported nothing for this time is not judged.
 EVIDENCE_SECONDS: Final = 1800.0
+#: What engines that count no prompts cannot tell from wrong features.
+_OR_DROPPED: Final = (
+    ". It is as low where the trainer does not send its hardest prompts: engines that count by prompt would tell, and "
+    "features that engines send hold all prompts"
+)
 VerdictName = Literal[
     "healthy", "unknown", "lower", "depth", "dead", "stale weights", "engine features", "trainer features"
 ]
@@ -204,6 +209,8 @@ def _name_verdict(
         return "engine features", f"{found.text}: {blame}"
     if all_low:
         blame = "so it is in all engines; the trainer's features are wrong, or the weights that the service serves"
+        if not any(matched.block.by_prompt for matched in found.blocks):
+            blame += _OR_DROPPED
         return "trainer features", f"{found.text}: {blame}"
     name, blame = _own_fault(found, replays, rule)
     if by_prompts:

@@ -52,8 +52,13 @@ def test_all_engines_with_a_living_drafter_are_low_together() -> None:
     assert both.hold is not None
     assert both.hold.startswith("live and replay α disagree in 2 of 4 engines: a: live α")
     assert both.engines[0].text.endswith(
-        ": so it is in all engines; the trainer's features are wrong, or the weights that the service serves"
+        ": so it is in all engines; the trainer's features are wrong, or the weights that the service serves. It is as low "
+        "where the trainer does not send its hardest prompts: engines that count by prompt would tell, and features that "
+        "engines send hold all prompts"
     )
+    counts = [replace(block, by_prompt={"0a1b2c3d": (block.tokens, block.rounds)}) for block in low]
+    told = watch({"a": counts, "b": counts}, replays(), RULE)
+    assert told.engines[0].text.endswith("or the weights that the service serves"), "they would tell"
     alone = watch({"a": low, "c": [dead()]}, replays(), RULE)
     assert names(alone) == {"a": "engine features", "c": "dead"}, "dead engines are no others"
     unknown = watch({"a": low, "b": low, "c": [sound(100)], "d": [sound(100)]}, replays(), RULE)
