@@ -67,7 +67,7 @@ class RunningService:
             assert self._thread.is_alive(), "the server did not start"
             time.sleep(0.005)
         # Plain http: no time is spent on reading the certificates that this machine trusts, 20 ms for each client.
-        self.client = httpx.Client(base_url=self.url, timeout=60.0, verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        self.client = httpx.Client(base_url=self.url, timeout=20.0, verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
 
     def stop(self) -> None:
         """Stop as on SIGTERM."""
