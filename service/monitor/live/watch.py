@@ -14,6 +14,8 @@ fault:
       replay rises, or live above replay    trainer features  what is replayed and trained on is wrong
     lower, not lower than with the hardest
       prompts, and not counted by prompt    lower             its prompts may be harder: no fault is named
+    lower in all engines from the start,
+      and batches hold a part of the tokens lower             the trainer may not send its hardest prompts
 
 The rule is sequential. The last blocks of rounds (`Block`) of each engine are kept. Each report tests every stretch
 that ends with the newest block, so that a change shows however old the engine is. The statistic of a stretch is
@@ -33,6 +35,8 @@ Pure: no torch, no Redis, no clock.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -53,7 +57,7 @@ from service.monitor.live.engine import (
     stretch_over,
     was_sound_before,
 )
-from service.monitor.live.replays import Replays
+from service.monitor.live.replays import COVERED, Replays
 from service.monitor.live.shape import fell_while_replay_healed, only_later_drafts_differ, shape_of, version_that_fits
 
 #: From this share of the engines on, a difference counts as one of all engines.
@@ -63,11 +67,6 @@ UNREVIVED_PUSHES: Final = 3
 _LONGEST_PAUSE_SECONDS: Final = 1800.0
 #: An engine that has reported nothing for this time is not judged.
 EVIDENCE_SECONDS: Final = 1800.0
-#: What engines that count no prompts cannot tell from wrong features.
-_OR_DROPPED: Final = (
-    ". It is as low where the trainer does not send its hardest prompts: engines that count by prompt would tell, and "
-    "features that engines send hold all prompts"
-)
 VerdictName = Literal[
     "healthy", "unknown", "lower", "depth", "dead", "stale weights", "engine features", "trainer features"
 ]
@@ -114,7 +113,7 @@ class Watch:
 
 def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRule) -> Watch:
     """Judge all engines: their blocks by reporter, oldest first."""
-    replays = replays.with_counts_of(engines.values())
+    sent, replays = replays.answered, replays.with_counts_of(engines.values())
     findings = {reporter: find_difference(blocks, replays, rule) for reporter, blocks in engines.items() if blocks}
     judged = {r: f for r, f in findings.items() if f.kind != "unknown"}
     above = [f.blocks for f in judged.values() if f.kind == "above"]
@@ -122,15 +121,18 @@ def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRu
     all_above = len(above) >= _ALL * len(judged) > 0 and not explained_by_prompts(
         chain.from_iterable(above), replays, rule, suffixes=False
     )
+    unsent = all_low and _unsent_prompts_explain(engines, sent, replays, rule)
     verdicts = []
     for reporter, found in sorted(findings.items()):
         beside = [other for name, other in judged.items() if name != reporter]
         features = not _another_is_sound(found, beside, replays, rule)
-        name, text = _name_verdict(found, replays, rule, all_low=all_low, all_above=all_above, features=features)
+        name, text = _name_verdict(
+            found, replays, rule, all_low=all_low, unsent=unsent, all_above=all_above, features=features
+        )
         verdicts.append(
             EngineVerdict(reporter, name, text, engines[reporter][-1].drafter_version, found.stretch, found.since)
         )
-    return Watch(tuple(verdicts), _hold(verdicts, all_low=all_low, judged=len(judged)))
+    return Watch(tuple(verdicts), _hold(verdicts, all_low=all_low and not unsent, judged=len(judged)))
 
 
 def _another_is_sound(found: Finding, others: Sequence[Finding], replays: Replays, rule: LiveRule) -> bool:
@@ -188,10 +190,38 @@ def _are_all_low(
     return not explained_by_prompts(chain.from_iterable(since.values()), replays, rule, suffixes=False)
 
 
+def _unsent_prompts_explain(
+    engines: Mapping[str, Sequence[Block]], sent: Mapping[int | None, float], replays: Replays, rule: LiveRule
+) -> bool:
+    """Whether all engines may be low because the trainer does not send its hardest prompts. `sent`: `Replays.answered`.
+
+    So it may be where batches hold fewer tokens than engines emitted, no engine counts by prompt, and the first drafter
+    version lies as far below replay as each later one. With wrong features a drafter is worse with each training.
+    """
+    every = chain.from_iterable(engines.values())
+    matched = [found for block in every if (found := at_common_depth(block, replays, rule)) is not None]
+    policies = {one.block.policy_version for one in matched}
+    in_batches = math.fsum(sent.get(policy, 0.0) for policy in policies)
+    emitted = math.fsum(replays.answered[policy] for policy in policies)
+    if any(one.block.by_prompt for one in matched) or not 0 < in_batches < COVERED * emitted:
+        return False
+    versions = defaultdict[str, list[Matched]](list)
+    for one in sorted(matched, key=lambda one: one.block.policy_version):
+        versions[one.block.drafter_version].append(one)
+    stretches = [s for of in versions.values() if (s := stretch_over(of, replays)) and s.rounds >= rule.min_rounds]
+    return bool(stretches) and not any(
+        one.log_ratio - stretches[0].log_ratio < -SIGMAS * math.hypot(one.error, stretches[0].error)
+        for one in stretches[1:]
+    )
+
+
 def _name_verdict(
-    found: Finding, replays: Replays, rule: LiveRule, *, all_low: bool, all_above: bool, features: bool
+    found: Finding, replays: Replays, rule: LiveRule, *, all_low: bool, unsent: bool, all_above: bool, features: bool
 ) -> tuple[VerdictName, str]:
-    """Name the verdict and its evidence. `features`: whether the trainer's may be why this engine alone is low."""
+    """Name the verdict and its evidence. `features`: whether the trainer's may be why this engine alone is low.
+
+    `unsent`: whether prompts that the trainer does not send may be why all engines are low.
+    """
     if found.kind in ("healthy", "unknown", "depth", "dead"):
         return found.kind, found.text
     if found.kind == "above":
@@ -207,10 +237,12 @@ def _name_verdict(
     if only_later_drafts_differ(shape_of(found.blocks, spread)):
         blame = "its first drafts are accepted as in replay and the later ones are not: what it feeds back is wrong"
         return "engine features", f"{found.text}: {blame}"
+    if all_low and unsent:
+        blame = "so it is in all engines, and with no newer drafter more than with the oldest that is known"
+        why = "batches hold a part of what engines emitted, so the trainer may send only its easier prompts"
+        return "lower", f"{found.text}: {blame}; {why} (engines that count by prompt tell), or its features are wrong"
     if all_low:
         blame = "so it is in all engines; the trainer's features are wrong, or the weights that the service serves"
-        if not any(matched.block.by_prompt for matched in found.blocks):
-            blame += _OR_DROPPED
         return "trainer features", f"{found.text}: {blame}"
     name, blame = _own_fault(found, replays, rule)
     if by_prompts:

@@ -88,6 +88,20 @@ def test_prompts_that_a_trainer_does_not_send_hold_nothing_where_engines_count_b
     assert max(n or math.inf for n in rounds) <= 8192
 
 
+def test_prompts_that_a_trainer_does_not_send_hold_nothing_where_engines_do_not_count_by_prompt() -> None:
+    """The first drafter is as far below replay as each later one."""
+    called, _, holds, names = false_names(SELECTED[1], 4, 20, 900, RULE)
+    assert (called, holds) == (0, 0), names
+    assert names["lower"] == 4, "else this shows nothing"
+
+
+def test_features_that_break_beside_prompts_that_are_not_sent_hold_publishing() -> None:
+    """Later drafters are further below replay than the first one."""
+    low = next(case for case in cases() if case.name == "all engines low")
+    assert readings_held(SELECTED[1], low, 900, RULE, 20) > 5
+    assert readings_held(SELECTED[1], poisoned(4), 900, RULE, 25) > 5
+
+
 # --- what the hardest prompts give
 PROMPTS = st.lists(st.tuples(st.integers(20, 60), st.floats(1.0, 5.0)), min_size=2, max_size=12)
 
