@@ -73,10 +73,9 @@ class Reply:
         if text.isascii() and text.isdigit():
             return float(text[:9])
         try:
-            at = email.utils.parsedate_to_datetime(text)
-        except ValueError:
+            return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+        except (ValueError, OverflowError):
             return None
-        return max(0.0, at.timestamp() - time.time())
 
     @property
     def fields(self) -> Mapping[str, object]:
@@ -256,7 +255,7 @@ def _slices(body: Iterable[bytes | memoryview]) -> Iterable[memoryview]:
 
 
 def _read_reply(reader: BinaryIO, sent: int, *, stop_at_continue: bool = False) -> Reply | None:
-    """Read to the final answer, past interim ones. None: the connection ended, or `100 Continue` came first."""
+    """Read to the final answer, past interim ones. None: the connection ended, or (`stop_at_continue`) one came."""
     for _ in range(_MAX_INTERIM):
         line = reader.readline(_MAX_REPLY_BYTES)
         if not line:
@@ -268,7 +267,7 @@ def _read_reply(reader: BinaryIO, sent: int, *, stop_at_continue: bool = False) 
         headers = {name.lower(): value for name, value in http.client.parse_headers(reader).items()}
         if status >= 200:
             return Reply(status, headers, _read_body(reader, headers), sent)
-        if status == 100 and stop_at_continue:
+        if stop_at_continue:  # 102 and 103 tell as well that it lives, and 100 need not follow them
             return None
     raise ReplyError(f"more than {_MAX_INTERIM} interim answers")
 
@@ -282,7 +281,7 @@ def _read_body(reader: BinaryIO, headers: Mapping[str, str]) -> bytes:
             reader.readline(64)
         return body[:_MAX_REPLY_BYTES]
     text = headers.get("content-length", "")
-    size = int(text) if text.isascii() and text.isdigit() else _MAX_REPLY_BYTES
+    size = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else _MAX_REPLY_BYTES
     return reader.read(min(size, _MAX_REPLY_BYTES))
 
 

@@ -322,6 +322,53 @@ def test_an_answer_that_drips_without_end_is_given_up_in_time(silent: bool) -> N
         sender.close()
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        "Content-Length: " + "9" * 5000,
+        "Retry-After: Mon, 01 Jan 99999999999 00:00:00 GMT",
+        "Retry-After: Mon, 01 Jan 2030 00:00:00 +99999999999999999999",
+    ],
+    ids=["length", "year", "zone"],
+)
+def test_a_number_that_nothing_holds_costs_a_registration_one_try_and_not_its_life(header: str) -> None:
+    def serve(listener: socket.socket) -> None:
+        for first in (f"503 Away\r\n{header}\r\n\r\n", "201 Created\r\nContent-Length: 2\r\n\r\n{}"):
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(f"HTTP/1.1 {first}".encode())
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        sender = RolloutSender(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        sender.submit_job(Job("PUT", run_path("default"), lambda: [b"x"], 1, keep=True))
+        stats = finished(sender)
+        assert (stats["sent"], stats["retries"], stats["dropped_error"]) == (1, 1, 0)
+        sender.close()
+
+
+def test_the_body_follows_any_interim_answer() -> None:
+    """A proxy's 103, say: whoever waits for a 100 after it waits in vain."""
+
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n")
+            while not connection.recv(1 << 16).endswith(b"body"):
+                pass
+            connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 202 Accepted\r\nContent-Length: 2\r\n\r\n{}")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        sender = RolloutSender(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        sender.submit([b"body"])
+        stats = finished(sender)
+        assert (stats["sent"], stats["retries"]) == (1, 0)
+        sender.close(1.0)
+
+
 def test_patience_is_bounded_and_then_the_rollout_is_dropped() -> None:
     sender = RolloutSender(f"http://127.0.0.1:{free_port()}", patience_seconds=0.5)
     sender.submit([b"z"])
