@@ -10,6 +10,8 @@ from typing import Final
 
 #: Characters of a name or version that an engine or the service tells, in logs and in what is kept. Ours have 128.
 MAX_NAME: Final = 200
+#: Characters of a reason that the service tells.
+MAX_REASON: Final = 2000
 #: What works where a rank of the trainer has a part of each row or of each weight: the engine has rows and head whole.
 ENGINE_INSTEAD: Final = (
     "let the engine send instead: without this hook, and with DRAFTALIGN_URL and DRAFTALIGN_SAMPLE_FRACTION=0.05 in "

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -37,7 +38,7 @@ from rl_hooks.agent.reports import MAX_LOGGED, SERVICE, Reports
 from rl_hooks.engines.bounded import Answer, ask
 from rl_hooks.engines.protocol import Engine, SwapEngine
 from rl_hooks.engines.sglang.adapter import SGLangEngine
-from rl_hooks.errors import AgentError, EngineError, ManifestError, NoRoomError, SignatureError, cut
+from rl_hooks.errors import MAX_NAME, AgentError, EngineError, ManifestError, NoRoomError, SignatureError, cut
 from rl_hooks.release import (
     PLAIN_NAME,
     SIGNATURE_HEADER,
@@ -345,7 +346,8 @@ class SwapAgent:
         log.info("offered %s, sequence %d: %s", release.version, release.sequence, manifest.reason)
         version, answers = release.version, self._answers
         answers.recent = [*(v for v in answers.recent if v != version), version][-max(self.config.keep_versions, 1) :]
-        self.offer, answers.etag = release, cut(response.headers.get("ETag", ""))
+        etag = response.headers.get("ETag", "")  # one that a request cannot hold is not sent back
+        self.offer, answers.etag = release, etag if etag.isascii() and len(etag) <= MAX_NAME else ""
         for event in self._offered.values():
             event.set()
         return True
@@ -402,7 +404,9 @@ def _any_peer(config: AgentConfig) -> dict[str, Any]:
     """How an HTTP client reaches the service or an engine."""
     # trust_env: the environment's proxy leads to the internet, not to the machines of this cluster.
     tls = trusted(os.environ.get("DRAFTALIGN_CA_FILE"))
-    return {"timeout": config.request_timeout_seconds, "trust_env": False, "verify": tls}
+    # Cookies would be kept without a bound, and sent to every port of the host.
+    none = CookieJar(DefaultCookiePolicy(allowed_domains=()))
+    return {"timeout": config.request_timeout_seconds, "trust_env": False, "verify": tls, "cookies": none}
 
 
 def _service(config: AgentConfig) -> dict[str, Any]:

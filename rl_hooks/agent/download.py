@@ -338,7 +338,8 @@ class _Download:
                 store.stream("GET", location, headers=headers) as response,
             ):
                 self._append(response, "the object store", have)
-        except (httpx.HTTPError, httpx.InvalidURL, DownloadError) as error:
+        # UnicodeError: no host can have that name.
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, DownloadError) as error:
             if self.stopped():
                 raise
             raise _StoreFailed(f"the object store failed: {cut(str(error) or repr(error), 400)}") from error

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from rl_hooks import wire
-from rl_hooks.errors import WrongTargetError
+from rl_hooks.errors import MAX_REASON, WrongTargetError, cut
 from rl_hooks.sending.direct import DirectUpload, StoreUnreachable
 from rl_hooks.sending.exchange import Reply, RunService
 from rl_hooks.sending.jobs import Job, Parts, run_path
@@ -239,7 +239,7 @@ class ServiceClient:
         self._dead_total = total
         if total == before:
             return
-        self.last_dead_reason = reason
+        self.last_dead_reason = cut(reason, MAX_REASON)
         self.tally.add("dead", total - before)
         self.tally.note(
             f"dead {kind_of(reason)}",

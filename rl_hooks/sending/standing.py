@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
+from rl_hooks.errors import MAX_REASON, cut
 from rl_hooks.sending.delivery import NO_SUCH_RUN
 from rl_hooks.sending.exchange import RunService
 from rl_hooks.sending.jobs import run_path
@@ -99,9 +100,9 @@ def _facts(said: Mapping[str, Any], rollouts: Mapping[str, Any]) -> dict[str, fl
     numbers |= {name: said.get(name) for name in ("alpha", "alpha_live", "headroom")}
     facts: dict[str, float | str] = {name: value for name, value in numbers.items() if is_finite_number(value)}
     if isinstance(reason := rollouts.get("last_dead_reason"), str) and reason:
-        facts["last_dead_reason"] = reason
+        facts["last_dead_reason"] = cut(reason, MAX_REASON)
     if isinstance(version := said.get("drafter"), str):
-        facts["drafter_version"] = version
+        facts["drafter_version"] = cut(version)
         if number := re.match(r"v([0-9]{1,12})-", version):
             facts["drafter_number"] = int(number[1])
     return facts

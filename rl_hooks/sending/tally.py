@@ -9,9 +9,13 @@ import threading
 from collections import Counter
 from typing import Final
 
+from rl_hooks.errors import MAX_REASON, cut
+
 #: A process with another id is a forked child of the one that imported this.
 _IMPORTED_BY: Final = os.getpid()
 _LONGEST_LINE_SECONDS: Final = 1.0
+#: Kinds that are logged: the service's words are in their names.
+_MOST_KINDS: Final = 200
 
 
 class Tally:
@@ -44,16 +48,18 @@ class Tally:
             return dict(self._counts)
 
     def warn(self, kind: str, text: str) -> None:
-        """Log the first warning of each kind."""
+        """Log the first warning of each kind; of very many kinds the first ones."""
+        kind = cut(kind)
         with self._guard():
-            first = kind not in self._warned
-            self._warned.add(kind)
+            first = kind not in self._warned and len(self._warned) < _MOST_KINDS
+            if first:
+                self._warned.add(kind)
         if first:
-            log_warning(self._logger, f"draftalign: {text} (logged once; see stats())")
+            log_warning(self._logger, f"draftalign: {cut(text, MAX_REASON)} (logged once; see stats())")
 
     def note(self, kind: str, text: str) -> None:
         """Keep an error as the newest, and log the first of each kind."""
-        self.last_error = text
+        self.last_error = cut(text, MAX_REASON)
         self.warn(kind, text)
 
 

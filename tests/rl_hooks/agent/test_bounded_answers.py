@@ -420,6 +420,76 @@ def test_a_service_that_drips_is_asked_again_when_the_time_is_over(
         eventually(lambda: engine.version == version)
 
 
+@pytest.mark.parametrize("tag", ["x" * 300, "\u00e9"], ids=["long", "not ASCII"])
+def test_a_tag_that_no_request_can_hold_is_not_sent_back(tag: str, engine: Engine, tmp_path: Path) -> None:
+    class Tagging(BadService):
+        def send_json(self, handler: BaseHTTPRequestHandler, status: int, document: Any, **headers: str) -> None:
+            super().send_json(handler, status, document, **(headers | {"ETag": tag}))
+
+    with serving(Tagging()) as service, running_agent(service, engine, cache=tmp_path) as agent:
+        for number in (1, 2):
+            version = service.publish(number)
+            eventually(lambda version=version: engine.version == version)  # type: ignore[misc]
+        assert errors(agent, "service", "UnicodeEncodeError") == 0
+
+
+class Baker(Peer):
+    """Gives each request another cookie."""
+
+    def __init__(self) -> None:
+        self.came_back: list[str | None] = []
+        super().__init__()
+
+    def send(
+        self,
+        handler: BaseHTTPRequestHandler,
+        status: int,
+        body: bytes = b"",
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        self.came_back.append(handler.headers.get("Cookie"))
+        cookie = {"Set-Cookie": f"c{len(self.came_back)}={'x' * 4000}; Path=/"}
+        super().send(handler, status, body, (headers or {}) | cookie)  # type: ignore[misc]
+
+
+class BakingService(Baker, Service):
+    pass
+
+
+class BakingEngine(Baker, Engine):
+    pass
+
+
+def test_no_peers_cookies_are_kept(tmp_path: Path) -> None:
+    """They would grow without a bound, until the service refused the requests that hold them."""
+    with (
+        serving(BakingService()) as service,
+        serving(BakingEngine()) as engine,
+        running_agent(service, engine, cache=tmp_path),
+    ):
+        version = service.publish(1)
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        engine.play(100, 2)
+        eventually(lambda: service.last_report(version).get("rounds") == 100)
+        assert {*service.came_back, *engine.came_back} == {None}
+        assert min(len(service.came_back), len(engine.came_back)) > 1
+
+
+@pytest.mark.parametrize("host", ["a" * 64, "a..b", ".", "127.0.0.1:99999"])
+def test_a_file_at_a_host_that_cannot_be_comes_from_the_service(host: str, engine: Engine, tmp_path: Path) -> None:
+    class Elsewhere(BadService):
+        def answer(self, handler: BaseHTTPRequestHandler, path: str, query: dict[str, str], body: Any) -> None:
+            if path.count("/") == 3 and "direct" not in query:
+                self.send(handler, 307, headers={"Location": f"http://{host}/file"})
+            else:
+                super().answer(handler, path, query, body)
+
+    with serving(Elsewhere()) as service, running_agent(service, engine, cache=tmp_path):
+        version = service.publish(1)
+        eventually(lambda: engine.version == version)
+
+
 @pytest.mark.parametrize("mode", ATTACKS)
 def test_answers_to_reports_are_bounded(mode: str, service: BadService, engine: Engine, tmp_path: Path) -> None:
     version = service.publish(1)

@@ -74,6 +74,16 @@ def test_counters_of_several_threads_lose_nothing() -> None:
     assert tally.counts() == {"sent": 20_000, "lost": 0}
 
 
+def test_what_a_service_says_fills_neither_log_nor_memory(caplog: pytest.LogCaptureFixture) -> None:
+    tally = Tally(LOGGER)
+    with caplog.at_level(logging.WARNING, "rl_hooks"):
+        for number in range(1000):
+            tally.note(f"warning {number}" + "y" * 60_000, "\ud800" + "x" * 60_000)
+    assert len(caplog.records) < 500
+    assert max(len(record.message) for record in caplog.records) < 3000
+    assert len(tally.last_error.encode()) < 3000, "half a surrogate pair would be an error of who prints it"
+
+
 def test_each_kind_is_logged_once_and_the_newest_error_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     tally = Tally(LOGGER)
     with caplog.at_level(logging.WARNING, "rl_hooks"):
