@@ -370,7 +370,7 @@ class Learner:
                 return True
             return _LEAST_PART * whole <= done < whole and ends()
 
-        ranks = trainer.ranks
+        ranks, left_out = trainer.ranks, list[str]()
         try:
             with ranks.in_step():
                 if ranks.world > 1:
@@ -380,6 +380,8 @@ class Learner:
                     report = trainer.step(window)
                     if report.skipped is None:
                         self.journal.totals.trained_tokens += report.response_tokens
+                    else:
+                        left_out.append(report.skipped)
                     done += report.tokens
                     if ranks.shared(over):
                         break
@@ -387,6 +389,9 @@ class Learner:
             if is_out_of_memory(error) and not is_device_fault(error):
                 self.recent.ran_out_of_memory(self._settings.train_step_tokens)
             raise
+        if left_out:
+            said = "%s: %d optimizer steps of this training changed nothing; the first one: %s"
+            log.warning(said, self.run, len(left_out), left_out[0])
         self.recent.limit.trained()
         seconds = time.perf_counter() - started
         self.journal.totals.train_seconds += seconds

@@ -358,13 +358,16 @@ def test_a_worker_with_nothing_to_do_does_not_put_its_checkpoint_off(bench: Benc
     assert bench.state(batch) == "trained"
 
 
-def test_an_update_that_was_left_out_is_not_counted_as_trained(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_was_left_out_is_said_and_not_counted_as_trained(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     bench.begin()
     left_out = _Outcome("the loss is nan", float("nan"), float("nan"), [], [])
     monkeypatch.setattr(DrafterTrainer, "_update", lambda *_: left_out)
     bench.post("a")
     bench.drain(bench.worker())
     assert bench.totals()["trained_tokens"] == 0
+    assert "changed nothing; the first one: the loss is nan" in caplog.text
 
 
 def test_scores_carry_what_the_page_shows(bench: Bench) -> None:
