@@ -353,6 +353,34 @@ def test_its_gradients_are_those_of_the_reference() -> None:
             assert torch.allclose(gradient, want, rtol=1e-8, atol=1e-9), name
 
 
+def test_gradients_of_grouped_attention_are_the_slopes_of_the_loss() -> None:
+    """By differences of the loss along a random direction of each of its parameters."""
+    drafter, shared = drafter_for(CONFIGS["glm with biases and head norms"]())
+    head = shared.needed_head()
+    batch = rollouts(SHAPES["one document, half response"], head.lm_head, 1.0, 3)
+    trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=3, compute_dtype="float64"))
+    plan = drafter.plan(batch, 3)
+    target = draft_target(batch, plan, drafter.vocabulary, head, torch.float64)
+
+    def loss() -> Tensor:
+        return trainer.loss_of(plan, batch, shared, target, 7.0).loss
+
+    named = {name: p for name, p in drafter.named_parameters() if name.startswith("self_attn.")}
+    assert len(named) == 9
+    g = torch.Generator().manual_seed(1)
+    for (name, parameter), gradient in zip(
+        named.items(), torch.autograd.grad(loss(), list(named.values())), strict=True
+    ):
+        direction = torch.randn(parameter.shape, generator=g, dtype=torch.float64)
+        start, ends = parameter.detach().clone(), []
+        for step in (1e-6, -1e-6):
+            parameter.data = start + step * direction
+            ends.append(float(loss().detach()))
+        parameter.data = start
+        slope = float((gradient * direction).sum())
+        assert slope == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5, abs=1e-7), name
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_window_of_two_policies_is_drafted_with_each_ones_embedding_and_head(
     order: tuple[int, int], monkeypatch: pytest.MonkeyPatch
