@@ -22,6 +22,8 @@ _UNDRAFTED: Final = 80.0
 DEAD_ROUNDS: Final = 1536
 #: An engine is not dead where all of its prompts are as hard as that by a chance above this.
 _RARE: Final = 2e-5
+#: By more than so many tokens a round a depth is another one.
+_OTHER_DEPTH: Final = 0.25
 #: Standard errors beyond which a single comparison is not chance. A scan makes many, and asks for `LiveRule.certain`.
 SIGMAS: Final = 3.0
 
@@ -85,14 +87,17 @@ def at_common_depth(
 ) -> Matched | None:
     """Match a block with its replay, or with `replay` of another version, at the lower of their depths.
 
-    None: there is no replay, or the deeper side has no counts by position.
+    Where an engine's depth varies, by the first draft of each round. None: there is no replay, or the deeper side has
+    no counts by position.
     """
     replay = replay or replays.get(block)
     if replay is None:
         return None
     depth, ours = _drafted_depth(block, replay), len(replay.accepted) or rule.depth
     tokens: float = block.tokens
-    if depth is not None and depth > ours:
+    if _depth_varies(block):
+        tokens, depth = block.rounds + block.accepted[0], 1.0
+    elif depth is not None and depth > ours:
         if not block.accepted:
             return None
         tokens, depth = block.rounds + sum(block.accepted[:ours]), None
@@ -115,7 +120,17 @@ def _on_replayed_prompts(block: Block, replay: VersionReplay, replays: Replays, 
 def compared_depth(matched: Matched, rule: LiveRule) -> float:
     """The depth at which a block was compared with its replay."""
     depth, ours = _drafted_depth(matched.block, matched.replay), len(matched.replay.accepted) or rule.depth
+    if _depth_varies(matched.block):
+        return 1.0
     return float(ours) if depth is None else min(depth, float(ours))
+
+
+def _depth_varies(block: Block) -> bool:
+    """Whether rounds of several depths are counted together: only the first draft is known to be in each of them.
+
+    α at their mean depth is above their mean α, since each draft is accepted less often than the one before it.
+    """
+    return block.depth is not None and sum(kept > 0 for kept in block.accepted) > block.depth + _OTHER_DEPTH
 
 
 def _drafted_depth(block: Block, replay: VersionReplay) -> float | None:
@@ -418,7 +433,7 @@ def depth_differs(matched: Sequence[Matched], rule: LiveRule, beside: str) -> st
     """Say that the newest block has another depth than the service replays, and `beside`; None where it has not."""
     newest = matched[-1]
     depth, ours = _drafted_depth(newest.block, newest.replay), len(newest.replay.accepted) or rule.depth
-    if depth is None or abs(depth - ours) <= 0.25:
+    if depth is None or abs(depth - ours) <= _OTHER_DEPTH:
         return None
     return (
         f"it drafts {depth:.2g} tokens a round where the service replays and trains {ours}; at the depth that "

@@ -59,6 +59,25 @@ def test_a_shallower_engine_is_compared_with_the_first_positions_of_replay() -> 
     assert part.expected == pytest.approx(1000 * (1 + (sum(accepted[:2]) + accepted[2] / 2) / rounds))
 
 
+@pytest.mark.parametrize("parts", [(8, 7, 6, 5, 4, 3, 2, 1), (4, 3, 2, 1)], ids=["as deep as replay", "deeper"])
+@pytest.mark.parametrize("bad", [1.0, 0.1])
+def test_an_engine_whose_depth_varies_is_compared_by_the_first_draft_of_each_round(
+    parts: tuple[int, ...], bad: float
+) -> None:
+    """Half of its rounds have 8 drafts and half have 1, as by vLLM's list of depths by batch size."""
+    replays = known(parts=parts)
+    replay = replays._replays[VERSION, 1]
+    shares = [kept / replay.rounds for kept in replay.accepted] + [replay.accepted[-1] / replay.rounds / 2] * 4
+    kept = tuple(round(100_000 * bad * share / (2 if place else 1)) for place, share in enumerate(shares[:8]))
+    engine = Block(VERSION, 1, 100_000, 100_000 + sum(kept), 450_000, kept, 0.0)
+    found = at_common_depth(engine, replays, RULE)
+    assert found is not None
+    assert compared_depth(found, RULE) == 1.0
+    assert found.tokens == pytest.approx(100_000 * (1 + bad * shares[0]), abs=1)
+    assert found.expected == pytest.approx(100_000 * (1 + shares[0]))
+    assert find_difference([engine], replays, RULE).kind in (("low",) if bad < 1 else ("depth", "healthy"))
+
+
 def test_where_no_depth_is_known_it_is_that_of_replay_or_the_rule() -> None:
     untold = Block(VERSION, 1, 1000, 3000, None, (), 0.0)
     found = at_common_depth(untold, known(), RULE)
