@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import ipaddress
 import logging
 import re
@@ -23,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.access.tokens import LOOPBACK, Token, Tokens
 from service.api.context.audited import AUDITED, AuditedCall, Auditor
-from service.api.problems import Problem, ProblemResponse
+from service.api.problems import BODY_STATE, Problem, ProblemResponse
 from service.errors import ConfigurationError
 from service.settings import SCOPES, Settings
 from service.settings import Scope as TokenScope
@@ -181,6 +182,10 @@ class Guard:
                 await self._audited(caller, scope, receive, send)
         except Problem as problem:
             await _refuse(problem, scope, receive, send)
+        except asyncio.CancelledError:  # the server ends, and has waited long enough for what runs
+            scope[BODY_STATE] = "read"  # nobody may wait for the rest of the body: the loop ends
+            with contextlib.suppress(RuntimeError):  # an answer has begun: uvicorn closes the connection
+                await _refuse(Problem(503, "stopping", "the service stops; send it again"), scope, receive, send)
 
     def _admit(self, scope: Scope) -> Token:
         """The caller; raises Problem where the call is not for it."""

@@ -204,6 +204,25 @@ def test_a_long_body_that_comes_too_slowly_is_refused(
     eventually(lambda: service.spooled() == [])
 
 
+@pytest.mark.parametrize("sent", [100, 2_000_000])
+def test_an_upload_that_outlasts_a_stop_is_refused_as_any_other(
+    serve: Serve, caplog: pytest.LogCaptureFixture, sent: int
+) -> None:
+    """In the header of the file, and in its tensors: a problem document that says that it may be sent again."""
+    service = serve()
+    service.register()
+    service.server.config.timeout_graceful_shutdown = 1
+    file = long_file()
+    with contextlib.closing(Connection(service)) as connection:
+        connection.socket.sendall(request(file) + file[:sent])
+        service.wait_for_requests()
+        service.stop()
+        status, body = connection.answer()
+    assert (status, b"urn:draftalign:stopping" in body) == (503, True), body
+    assert service.spooled() == []
+    assert not [record for record in caplog.records if record.exc_info], "no traceback: nothing has failed"
+
+
 def test_a_client_that_leaves_in_a_long_body_leaves_nothing(
     either_loop: RunningService, connection: Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
