@@ -50,7 +50,7 @@ class Process:
     def answers(self) -> bool:
         """Whether a new connection is served."""
         with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"http://127.0.0.1:{self.port}/healthz", timeout=60).status_code == 200
+            return httpx.get(f"http://127.0.0.1:{self.port}/healthz", timeout=10).status_code == 200
         return False
 
     def connect(self) -> socket.socket:
@@ -62,7 +62,7 @@ class Process:
             except TimeoutError:
                 assert time.monotonic() < deadline
             else:
-                connection.settimeout(60)
+                connection.settimeout(10)
                 return connection
 
     def peak_bytes(self) -> int:

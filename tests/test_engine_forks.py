@@ -131,7 +131,7 @@ def test_test_processes_share_one_and_begin_another_when_it_has_ended(program: P
 def other_process(script: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
     path = {"PYTHONPATH": os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1])))}
     argv = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.run(argv, env=os.environ | path, check=True, timeout=60, stdout=subprocess.PIPE, text=True)
+    return subprocess.run(argv, env=os.environ | path, check=True, timeout=180, stdout=subprocess.PIPE, text=True)
 
 
 def started(tmp_path: Path) -> list[int]:

@@ -46,9 +46,9 @@ class Origin:
     @classmethod
     def parse(cls, url: str) -> Origin:
         """Split `http(s)://host[:port][/base]`. Raises ValueError for anything else."""
+        if "@" in url:  # not told: it may hold a password
+            raise ValueError("the service URL has a user or a password (an @); a token goes into DRAFTALIGN_TOKEN")
         parts = urlsplit(url)
-        if "@" in parts.netloc:  # not told: it holds a password
-            raise ValueError("the service URL has a user or a password; a token goes into DRAFTALIGN_TOKEN")
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ValueError(f"the service URL must look like http://host:port, got {url!r}")
         port = parts.port or (443 if parts.scheme == "https" else 80)

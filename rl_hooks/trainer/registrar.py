@@ -80,7 +80,7 @@ class Renewal:
         due = now - self._at >= _RENEW_SECONDS and self._sender.lost
         if due:
             self._at = now
-            self._tally.warn("renewed", "the service has lost the run: it is registered again")
+            self._tally.warn("renewed", "the service has lost the run: it is being registered again")
         return due
 
 

@@ -332,8 +332,7 @@ class Registry(Versions):
                 raise VersionNotFound(f"run {run!r} has published no drafter yet, so none can be pushed again")
             if sequence not in (None, manifest.sequence):
                 raise LatestMoved(f"run {run!r} is at sequence {manifest.sequence} by now, not {sequence}")
-            more = {"gate": manifest.gate, "override_canary": manifest.override_canary}
-            return now._repoint(run, manifest, reason, "pushed_again", held=held, more=more)
+            return now._repoint(run, manifest, reason, "pushed_again", held=held, more={"gate": manifest.gate})
 
         return self._change(run, work)
 

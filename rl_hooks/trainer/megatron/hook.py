@@ -167,11 +167,11 @@ class MegatronHook(TrainerHook):
             self.guard(_raise, error)
             yield
             return
-        if reading.renews:
-            self.guard(self._register, part, reading.policy_version)
         try:
             with part.armed(reading):
                 yield
+            if reading.renews:  # only now: an optimizer may gather its weights in the forward (overlap_param_gather)
+                self.guard(self._register, part, reading.policy_version)
             self.guard(self._together, part, reading, plan)
         finally:  # where the trainer's forward raises too: the device's memory is the trainer's
             part.clear()

@@ -40,7 +40,7 @@ class Reading:
     rows: Ints  # [N], of the flattened [B * S]; empty: no rollout of it is sent
     scored: Ints  # [M], rows among these N whose next token the policy generated
     next_ids: Ints  # [M], that token
-    renews: bool  # the run is registered again before the forward, since the service has lost it
+    renews: bool  # the run is registered again after the forward, since the service has lost it
 
 
 class ModelPart(Hooked):

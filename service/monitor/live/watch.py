@@ -121,7 +121,8 @@ def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRu
     all_above = len(above) >= _ALL * len(judged) > 0 and not explained_by_prompts(
         chain.from_iterable(above), replays, rule, suffixes=False
     )
-    unsent = all_low and _unsent_prompts_explain(engines, sent, replays, rule)
+    alive = {reporter: engines[reporter] for reporter, found in judged.items() if found.kind != "dead"}
+    unsent = all_low and _unsent_prompts_explain(alive, sent, replays, rule)
     verdicts = []
     for reporter, found in sorted(findings.items()):
         beside = [other for name, other in judged.items() if name != reporter]
@@ -132,7 +133,9 @@ def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRu
         verdicts.append(
             EngineVerdict(reporter, name, text, engines[reporter][-1].drafter_version, found.stretch, found.since)
         )
-    return Watch(tuple(verdicts), _hold(verdicts, all_low=all_low and not unsent, judged=len(judged)))
+    if unsent and not any(verdict.name == "engine features" for verdict in verdicts):
+        all_low = False
+    return Watch(tuple(verdicts), _hold(verdicts, all_low=all_low, judged=len(judged)))
 
 
 def _another_is_sound(found: Finding, others: Sequence[Finding], replays: Replays, rule: LiveRule) -> bool:
@@ -195,12 +198,13 @@ def _unsent_prompts_explain(
 ) -> bool:
     """Whether all engines may be low because the trainer does not send its hardest prompts. `sent`: `Replays.answered`.
 
-    So it may be where batches hold fewer tokens than engines emitted, no engine counts by prompt, and the first drafter
-    version lies as far below replay as each later one. With wrong features a drafter is worse with each training.
+    So it may be where scored batches hold fewer tokens than engines emitted, no engine counts by prompt, and the first
+    drafter version lies as far below replay as each later one. With wrong features each training makes it worse. Of the
+    oldest and the newest policy version that were scored a part may be missing: their tokens are not compared.
     """
     every = chain.from_iterable(engines.values())
     matched = [found for block in every if (found := at_common_depth(block, replays, rule)) is not None]
-    policies = {one.block.policy_version for one in matched}
+    policies = {one.block.policy_version for one in matched} & {*sorted(p for p in sent if p is not None)[1:-1]}
     in_batches = math.fsum(sent.get(policy, 0.0) for policy in policies)
     emitted = math.fsum(replays.answered[policy] for policy in policies)
     if any(one.block.by_prompt for one in matched) or not 0 < in_batches < COVERED * emitted:
@@ -239,7 +243,7 @@ def _name_verdict(
         return "engine features", f"{found.text}: {blame}"
     if all_low and unsent:
         blame = "so it is in all engines, and with no newer drafter more than with the oldest that is known"
-        why = "batches hold a part of what engines emitted, so the trainer may send only its easier prompts"
+        why = "scored batches hold a part of what engines emitted, so the trainer may send only its easier prompts"
         return "lower", f"{found.text}: {blame}; {why} (engines that count by prompt tell), or its features are wrong"
     if all_low:
         blame = "so it is in all engines; the trainer's features are wrong, or the weights that the service serves"

@@ -539,7 +539,7 @@ def test_an_attempt_without_events_does_not_say_that_nothing_was_ever_published(
 
 def test_a_service_that_is_gone_is_the_headline_and_what_is_shown_is_marked_as_old(browser: Browser) -> None:
     with serving({"default": sample_run(30)}, answers=2) as url:
-        page = browse(url, browser, seconds=60)
+        page = browse(url, browser, seconds=20)
     assert re.match(r"The service has not answered for \d+ s\.$", page.texts["headline"])
     assert page.having("id", "headline")[0]["data-tone"] == "bad"
     assert page.having("id", "connection")[0]["data-state"] == "bad"
@@ -550,7 +550,7 @@ def test_a_service_that_is_gone_is_the_headline_and_what_is_shown_is_marked_as_o
 
 def test_a_service_that_was_never_there_is_not_waited_for_in_green(browser: Browser) -> None:
     with serving({"default": sample_run(3)}, answers=0) as url:
-        page = browse(url, browser, seconds=60)
+        page = browse(url, browser, seconds=20)
     assert page.texts["headline"] == "The service does not answer."
     assert page.having("id", "connection")[0]["data-state"] == "bad"
 
@@ -679,7 +679,7 @@ def test_a_page_that_stays_open_reads_what_changed_and_shows_all(
         return text
 
     monkeypatch.setattr(service_acceptance, "_last_attempt", answer)
-    page = browse(service.url, browser, seconds=60)
+    page = browse(service.url, browser, seconds=30)
     versions = {record.policy_version for record in scores}
     assert asked[0] == (None, len(versions) - 1)
     assert all(since is not None for since, _ in asked[1:])

@@ -269,7 +269,7 @@ class Up:
                 stderr=output,
                 start_new_session=True,  # a Ctrl-C of this test must not reach pytest
             )
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=10)
 
     def children(self) -> dict[str, int]:
         """Process ids by name, the newest of each."""

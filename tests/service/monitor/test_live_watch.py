@@ -15,7 +15,8 @@ from service.monitor.live.watch import EngineVerdict, Watch, failed_pushes, push
 
 
 def replays(**more: Any) -> Replays:
-    found = known(**more)
+    """Beside policy versions 1 and 2, an older one and a newer one."""
+    found = Replays([score(0, ALPHAS), score(1, ALPHAS[:8], **more), score(2, ALPHAS[8:], **more), score(3, ALPHAS)])
     found.spread = 0.3
     return found
 
@@ -69,17 +70,21 @@ def test_all_engines_are_low_together_where_batches_hold_a_part_of_what_they_emi
     found = watch({"a": low, "b": low}, replays(), RULE)
     assert (names(found), found.hold) == ({"a": "lower", "b": "lower"}, None)
     assert found.engines[0].text.endswith(
-        "so it is in all engines, and with no newer drafter more than with the oldest that is known; batches hold a "
-        "part of what engines emitted, so the trainer may send only its easier prompts (engines that count by prompt "
-        "tell), or its features are wrong"
+        "so it is in all engines, and with no newer drafter more than with the oldest that is known; scored batches "
+        "hold a part of what engines emitted, so the trainer may send only its easier prompts (engines that count by "
+        "prompt tell), or its features are wrong"
     )
+    assert watch({"a": low, "b": low, "c": [dead()]}, replays(), RULE).hold is None, "dead engines are no others"
+    later = [replace(one, accepted=(one.accepted[0] * 2, *one.accepted[1:])) for one in low]
+    assert watch({"a": later, "b": later}, replays(), RULE).hold is not None, "its first drafts are accepted"
     told = [replace(one, by_prompt={"0a1b2c3d": (one.tokens, one.rounds)}) for one in low]
     assert watch({"a": told, "b": told}, replays(), RULE).hold is not None, "they count by prompt"
 
 
 def test_a_gap_that_grows_with_each_drafter_is_not_of_prompts_that_were_not_sent() -> None:
     versions = [f"v{n:06d}-0a1b2c3d" for n in range(1, 7)]
-    found = Replays([score(1, ALPHAS, version=version, tokens=200) for version in versions])
+    scored = [score(1, ALPHAS, version=version, tokens=200) for version in versions]
+    found = Replays([score(0, ALPHAS), *scored, score(2, ALPHAS)])
 
     def engine(rounds: int, *factors: float) -> list[Block]:
         return [
@@ -90,6 +95,9 @@ def test_a_gap_that_grows_with_each_drafter_is_not_of_prompts_that_were_not_sent
     steady, grows = engine(2048, *[0.6] * 6), engine(2048, 0.8, 0.8, 0.6, 0.5, 0.4, 0.3)
     assert watch({"a": steady, "b": steady}, found, RULE).hold is None
     assert watch({"a": grows, "b": grows}, found, RULE).hold is not None
+    lost = [replace(dead(), drafter_version=versions[0])]
+    assert watch({"a": grows, "b": grows, "c": lost}, found, RULE).hold is not None, "a dead engine tells no gap"
+    assert watch({"a": steady, "b": steady}, Replays(scored), RULE).hold is not None, "more of it may be scored later"
     few = engine(RULE.min_rounds // 2 - 1, *[0.2] * 6)
     assert watch({"a": few, "b": few}, found, RULE).hold is not None, "no drafter has enough rounds to tell"
 

@@ -87,16 +87,6 @@ def test_only_a_new_version_is_forced_to_the_disk(registry: Registry, monkeypatc
     assert forced == []
 
 
-def test_a_push_again_still_overrides_the_canaries_that_a_person_overrode(registry: Registry) -> None:
-    first, second = publish(registry), publish(registry, content=b"other")
-    registry.rollback("default", first.version, "it is sound", override_canary=True)
-    for _ in range(2):
-        again = registry.push_again("default", "engine lost it")
-        assert again.override_canary
-        assert registry.latest("default") == again
-    assert not registry.hold("default", second.version, "another choice").override_canary
-
-
 def test_sequence_grows_with_every_move_and_a_rollback_is_a_new_one(registry: Registry) -> None:
     first, second = publish(registry), publish(registry, content=b"other")
     assert second.sequence == 2
@@ -104,7 +94,6 @@ def test_sequence_grows_with_every_move_and_a_rollback_is_a_new_one(registry: Re
     assert (back.version, back.sequence, back.reason) == (first.version, 3, "second was bad")
     again = registry.push_again("default", "engine lost it")
     assert (again.version, again.sequence, again.reason) == (first.version, 4, "engine lost it")
-    assert not again.override_canary
     assert registry.latest("default") == again
     third = publish(registry, content=b"third")
     assert third.sequence == 5
