@@ -447,4 +447,5 @@ def _lowest(positions: Ints | None, rows: Ints, tokens: Ints, layout: PackedRoll
 
 def host(tensor: Tensor, dtype: type) -> npt.NDArray[Any]:
     """A tensor's values as a NumPy array."""
-    return tensor.detach().cpu().numpy().astype(dtype)
+    values = tensor.detach().cpu()
+    return (values.float() if values.is_floating_point() else values).numpy().astype(dtype)  # NumPy has no bfloat16

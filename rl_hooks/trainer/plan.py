@@ -184,8 +184,8 @@ def content_id(name: object, tokens: npt.NDArray[np.int32], generated: npt.NDArr
     if isinstance(name, UniqueId):
         return name
     name = str(name)
-    if len(name) > _NAME_CHARACTERS:
-        name = hashlib.sha256(name.encode()).hexdigest()[:32]
+    if len(name) > _NAME_CHARACTERS or not name.isprintable():  # no id that the service takes
+        name = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:32]
     held = tokens.astype("<i4").tobytes() + generated.astype(np.uint8).tobytes()
     return f"{name}-{hashlib.sha256(held).hexdigest()[:_DIGEST_DIGITS]}"
 
@@ -255,7 +255,8 @@ class RolloutChoice:
         if self._versions.went_back(policy_version):
             self._spent_tokens.clear()  # the versions that come again are of other weights
         spent_tokens = self._spent_tokens.pop(policy_version, 0)
-        usable = [b for b in range(len(names)) if tokens_B[b] >= 2 and generated_B[b]]
+        first = {name: b for b, name in reversed([*enumerate(names)])}  # an id counts once, in one batch too
+        usable = [b for b, name in enumerate(names) if tokens_B[b] >= 2 and generated_B[b] and first[name] == b]
         place = {b: sampling_position(names[b], "sample") for b in usable}
         sampled = sorted((b for b in usable if place[b] < self._fraction), key=place.__getitem__)
         chosen: list[int] = []

@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -483,6 +484,35 @@ def test_rollout_ids_may_be_integers(service: Receiver, tmp_path: Path) -> None:
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
     run_once(hook, model, batch, rollout_ids=[7, 8, 9, 10])
     assert names_of(wire.check_rollout_header(sent_file(service, hook, tmp_path).header)) == ("7", "8", "9", "10")
+    hook.close()
+
+
+def test_an_id_that_comes_twice_in_one_batch_counts_once(service: Receiver, tmp_path: Path) -> None:
+    """Equal answers to one prompt, under the prompt's name: the service would refuse a file with an id twice."""
+    model, batch = tiny(), padded_batch([(3, 4)] * 3)
+    equal = replace(batch, input_ids=batch.input_ids[[0, 1, 0]])
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    run_once(hook, model, equal, rollout_ids=["p", "p", "p"])
+    assert names_of(wire.check_rollout_header(sent_file(service, hook, tmp_path).header)) == ("p", "p")
+    hook.close()
+
+
+def test_any_text_may_be_a_rollouts_id(service: Receiver, tmp_path: Path) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    run_once(hook, model, batch, rollout_ids=["two\nlines", "a\u00a0b", "\ud800", ""])
+    ids = wire.check_rollout_header(sent_file(service, hook, tmp_path).header).rollout_ids
+    assert len(set(ids)) == 4
+    hook.close()
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.uint8])
+def test_masks_may_be_of_any_type(service: Receiver, tmp_path: Path, kind: torch.dtype) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    run_once(hook, model, batch, attention_mask=batch.attention_mask.to(kind), loss_mask=batch.loss_mask.to(kind))
+    file = sent_file(service, hook, tmp_path)
+    assert file.array("loss_mask").sum() == sum(response for _, response in LENGTHS)
     hook.close()
 
 
