@@ -440,16 +440,16 @@ class Baker(Peer):
         self.came_back: list[str | None] = []
         super().__init__()
 
-    def send(
-        self,
-        handler: BaseHTTPRequestHandler,
-        status: int,
-        body: bytes = b"",
-        headers: dict[str, str] | None = None,
-    ) -> None:
+    def answer(self, handler: BaseHTTPRequestHandler, path: str, query: dict[str, str], body: Any) -> None:
         self.came_back.append(handler.headers.get("Cookie"))
-        cookie = {"Set-Cookie": f"c{len(self.came_back)}={'x' * 4000}; Path=/"}
-        super().send(handler, status, body, (headers or {}) | cookie)  # type: ignore[misc]
+        super().answer(handler, path, query, body)  # type: ignore[safe-super]
+
+    @staticmethod
+    def send(
+        handler: BaseHTTPRequestHandler, status: int, body: bytes = b"", headers: dict[str, str] | None = None
+    ) -> None:
+        cookie = {"Set-Cookie": f"c{time.monotonic_ns()}={'x' * 4000}; Path=/"}
+        Peer.send(handler, status, body, (headers or {}) | cookie)
 
 
 class BakingService(Baker, Service):
