@@ -142,8 +142,9 @@ class Sentinels(Servers):
         until(lambda: any(server.has_replica() for server in self.nodes), "the replica has caught up")
 
     def leader(self) -> int:
-        """The port of whom the Sentinels send clients to."""
-        return int(self._watchers[0].client.sentinel_master("mine")["port"])
+        """The port of whom the Sentinels send clients to; 0 while they say different ones."""
+        ports = {int(watcher.client.sentinel_master("mine")["port"]) for watcher in self._watchers}
+        return ports.pop() if len(ports) == 1 else 0
 
     def primary_of(self, _key: str) -> Server:
         """The primary that writes go to."""
