@@ -97,9 +97,8 @@ class AgentConfig:
         for name, variable in (("token", "DRAFTALIGN_TOKEN"), ("engine_token", "DRAFTALIGN_ENGINE_TOKEN")):
             object.__setattr__(self, name, clean_token(getattr(self, name), variable))
         reached = [url for url in self.engine_urls if not url.startswith(IN_PROCESS)]
-        if "@" in self.service_url:
-            Origin.parse(self.service_url)  # it is refused, and not told
-        for url in (self.service_url, *reached):
+        Origin.parse(self.service_url)
+        for url in reached:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"{url!r} is not an http:// or https:// address")
         if not self.engine_urls or len(set(self.engine_urls)) != len(self.engine_urls):

@@ -40,10 +40,10 @@ def test_a_variable_that_cannot_be_used_is_named(variable: str, value: str, word
 
 
 def test_service_and_run_are_the_environments_unless_they_are_given(tmp_path: Path) -> None:
-    assert "'ftp://s' is not an http://" in refused(tmp_path, DRAFTALIGN_URL="ftp://s")
+    assert "must look like http://host:port, got 'ftp://s'" in refused(tmp_path, DRAFTALIGN_URL="ftp://s")
     assert "run: 'no name' is not a plain name" in refused(tmp_path, DRAFTALIGN_RUN="no name")
     given = refused(tmp_path, "--service", "gopher://s", DRAFTALIGN_URL="ftp://s")
-    assert "'gopher://s' is not an http://" in given
+    assert "got 'gopher://s'" in given
     assert "a token goes into DRAFTALIGN_TOKEN" in refused(tmp_path, DRAFTALIGN_URL="http://trainer:s3cret@s")
 
 
