@@ -30,7 +30,6 @@ from service.monitor.headline import (
     KnownOfRun,
     RunFacts,
     headline,
-    waits_for,
 )
 from service.monitor.headroom import longest_pause
 from service.monitor.live.watch import EngineVerdict, failed_pushes
@@ -168,7 +167,6 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
         registered=context.run(run).created,
         state=read_state(context.layout, run),
         held=context.registry.held(run),
-        waiting=list(digest.sent),
     )
 
 
@@ -218,8 +216,6 @@ async def read_standing(context: ServiceContext, run: str) -> dict[str, Any]:
     letters = snapshot.dead_letters
     return {
         "headline": to_jsonable_python(headline(facts)),
-        # Of the sent drafters: which one waits for what.
-        "waits_for": waits_for(facts),
         "rollouts": {
             "accepted_total": counts["accepted_total"],
             "trained_total": counts["acked_total"] - counts["skipped_total"],

@@ -31,7 +31,6 @@ _START_SECONDS: Final = 30.0
 #: An engine that has reported nothing for this time is not mentioned.
 ENGINE_SILENT_SECONDS: Final = 600.0
 #: Where no rollouts came for longer, a sent drafter is said to wait because none come.
-_ARRIVAL_SECONDS: Final = 60.0
 #: After a publish every engine has the version by then (the alert `DraftalignEngineBehind` uses the same time).
 _UNSWAPPED_SECONDS: Final = 600.0
 #: Where this number of the newest batches are dead in a row, there is a warning, however many before them were good.
@@ -82,8 +81,6 @@ class KnownOfRun:
     #: What a person wants of the run, and the version that a person holds.
     state: RunState = field(default_factory=RunState)
     held: HeldVersion | None = None
-    #: Versions that people sent and that are not judged yet, oldest first.
-    waiting: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,36 +180,6 @@ def _of_people(facts: RunFacts) -> Iterator[Headline]:
         who = _who(held.by, held.since, facts.now, held.reason)
         text = f" at {short_version(held.version)}{who}: nothing is published until it is released."
         yield _found("wait", "version_held", "Held", text)
-    if (why := waits_for(facts)) is not None:
-        yield _found("note", "sent_waits", "A sent drafter waits", f" for the gate: {why}.")
-
-
-def waits_for(facts: RunFacts) -> str | None:
-    """What the sent drafter that has waited longest waits for; None where none does."""
-    if not facts.waiting:
-        return None
-    version, *others = facts.waiting
-    more = f" ({len(others)} more behind it)" if others else ""
-    return f"{short_version(version)}{more}: {_why_unjudged(facts, version)}"
-
-
-def _why_unjudged(facts: RunFacts, version: str) -> str:
-    if not facts.state.worked_on:
-        return f"the run is {facts.state.state}, and nothing is judged until `draftalign state active`"
-    if facts.held is not None:
-        return f"{short_version(facts.held.version)} is held, and nothing is judged until `draftalign release`"
-    if facts.watch.hold is not None:
-        return f"nothing may be published: {facts.watch.hold}"
-    silent = facts.worker.heartbeat is None or abs(facts.now - facts.worker.heartbeat) > _REFUSED_SECONDS
-    if silent or facts.worker.error:
-        return "no worker works on the run"
-    gate = ""
-    if facts.worker.sent is not None and facts.worker.sent[0] == version:
-        gate = f"so far the gate says: {_short(facts.worker.sent[1])}; "
-    if not facts.queued and (facts.last_arrival is None or facts.now - facts.last_arrival > _ARRIVAL_SECONDS):
-        age = "" if facts.last_arrival is None else f" for {duration(facts.now - facts.last_arrival)}"
-        return f"{gate}it is judged on rollouts that come, and none has come{age}"
-    return f"{gate}it is judged on the next rollouts"
 
 
 def _who(by: str | None, since: float | None, now: float, reason: str) -> str:

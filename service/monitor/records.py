@@ -336,10 +336,9 @@ class WorkerGauges(BaseModel):
     records are bounded in number and a counter must never fall. `drift`: by lane, absent until the monitor's warm-up is
     over. Why nothing is trained: `unjudged`: no rollout that comes can judge it; `no_memory`: memory ran out in each
     training; `undrafted`: engines spend no time in rounds with drafts. `error`: None while there is none, "" where
-    the worker has not said; `for_memory`: it waits for memory. `sent`: version of the sent drafter that was looked at
-    last, and what the gate found then. `refused`: inode and mtime (ns) of a target file that the worker refused.
-    `opening`: these two of a target file that it began to open, how often it did so without an end, and when last, in
-    Unix seconds. `working`: the same of work on the run's batches.
+    the worker has not said; `for_memory`: it waits for memory. `refused`: inode and mtime (ns) of a target file
+    that the worker refused. `opening`: these two of a target file that it began to open, how often it did so without an
+    end, and when last, in Unix seconds. `working`: the same of work on the run's batches.
     """
 
     model_config = ConfigDict(frozen=True, **_CHECKED)
@@ -363,7 +362,6 @@ class WorkerGauges(BaseModel):
     unjudged: bool = False
     no_memory: bool = False
     undrafted: bool = False
-    sent: tuple[str, str] | None = None
     error: str | None = ""
     for_memory: bool = False
     refused: tuple[int, int] | None = None

@@ -330,9 +330,8 @@ class Journal:
         draft_vocab_size: int,
         curve: LearningCurve,
         verdict: Verdict | None,
-        of_sent: tuple[str, str] | None,
     ) -> None:
-        """Say in one line what was done, and set the gauges. `of_sent`: `WorkerGauges.sent`."""
+        """Say in one line what was done, and set the gauges."""
         served = newest.record.sums("served")
         log.info(
             "%s: policy %d  served α %s  draftable %s  %s: %s%s",
@@ -359,7 +358,6 @@ class Journal:
             unjudged=decision == UNJUDGED,
             no_memory=decision == NO_MEMORY,
             undrafted=decision.undrafted,
-            sent=of_sent,
             **self.drift.gauges,
         )
         self._store.set_worker(gauges)

@@ -334,7 +334,7 @@ class Learner:
         size = len(self.lineage.candidate.vocabulary)
         # While the learning rate rises, small gains are no sign that little is left to gain.
         curve = LearningCurve() if self.lineage.needed_trainer.warming_up else self.controller.curve
-        self.journal.report(outcome.scores, outcome.decision, size, curve, outcome.verdict, self.gate.of_sent)
+        self.journal.report(outcome.scores, outcome.decision, size, curve, outcome.verdict)
 
     def _finish(self, scored: Sequence[Scored], fates: Fates, decision: Decision, seconds: float = 0.0) -> None:
         """Finish batches and record their scores. `seconds`: of the training."""

@@ -90,7 +90,6 @@ class RunAnswer(Registered):
     """
 
     headline: Headline
-    waits_for: str | None
     rollouts: RolloutCounts
     alpha: float | None
     alpha_live: float | None

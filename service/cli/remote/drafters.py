@@ -51,8 +51,6 @@ def drafters(service: Service = LOCAL, run: Run = None, as_json: AsJson = False)
         typer.echo(f"{'*' if one['version'] == served else ' '} {one['version']}  {said}")
     until = ", and held until `draftalign release`" if held is not None else ""
     typer.echo(f"* is served by run {run}{until}" if served else f"run {run} serves no drafter yet", err=True)
-    if found["waiting"] and (why := _waits_for(service, run)):
-        typer.echo(f"waits for the gate: {why}", err=True)
 
 
 def rollback(
@@ -138,19 +136,8 @@ def publish(
         with file.open("rb") as body:
             answer = call("POST", service, "/drafters", params=asked, headers=headers, content=body, timeout=600.0)
     again = "" if answer.status_code == 201 else " again"
-    version, why = answer.json()["version"], _waits_for(service, run)
+    version = answer.json()["version"]
     typer.echo(f"{version} waits for the gate{again}; draftalign drafters --run {run} tells the outcome")
-    if why:
-        typer.echo(f"now: {why}")
-
-
-def _waits_for(service: str, run: str) -> str | None:
-    """What the sent drafters of a run wait for; None where none does, or the token may not read that."""
-    try:
-        why: str | None = call("GET", service, run_path(run)).json().get("waits_for")
-    except ConfigurationError:
-        return None
-    return why
 
 
 def download(

@@ -88,7 +88,6 @@ class Gate:
         self.training = Training()
         self.archive = Archive(settings, lineage)
         self.outcomes = Outcomes(lineage)
-        self.of_sent: tuple[str, str] | None = None  # the sent version that was looked at last, and what was found
         self._pools = defaultdict[str, Pool](Pool)  # by challenger; not in `state`: a restart pools from nothing
 
     # --- state
@@ -233,7 +232,6 @@ class Gate:
         for contest in contests:
             if contest.version not in waiting or contest.verdict.promote:
                 continue
-            self.of_sent = contest.version, contest.verdict.reason
             others = self._lineage.published - waiting[contest.version].published
             if why := given_up(contest.verdict, others, self._settings.gate_min_gain):
                 self._lineage.refuse_sent(contest.version, f"{why}: {contest.verdict.reason}", contest.evidence)

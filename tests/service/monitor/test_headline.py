@@ -20,7 +20,6 @@ from service.monitor.headline import (
     RunFacts,
     duration,
     headline,
-    waits_for,
 )
 from service.monitor.headroom import Advice
 from service.monitor.live.engine import Stretch
@@ -48,7 +47,7 @@ POINT = Current(
 )
 
 #: What the worker says of itself, as the tests name it.
-_OF_WORKER = {"heartbeat": "heartbeat", "worker_error": "error", "of_sent": "sent"}
+_OF_WORKER = {"heartbeat": "heartbeat", "worker_error": "error"}
 _OF_WORKER |= {name: name for name in ("for_memory", "action", "unjudged", "no_memory", "drift_alpha", "drift_level")}
 
 
@@ -82,35 +81,6 @@ def test_what_the_headroom_means_is_said_beside_the_headline_and_harm_first() ->
     assert (hurt.level, hurt.text) == ("warn", "Training hurts: each training loses 2.0 %.")
     for state in ("learning", "starved", "behind", "unknown"):  # said elsewhere, or nothing to say
         assert headline(facts(headroom=Advice(state, "x"))) == headline(facts())
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        (
-            {"state": RunState("paused", "x")},
-            "the run is paused, and nothing is judged until `draftalign state active`",
-        ),
-        ({"held": HeldVersion("v000007-a", "x")}, "v000007 is held, and nothing is judged until `draftalign release`"),
-        ({"watch": Watch((), "they disagree")}, "nothing may be published: they disagree"),
-        ({"heartbeat": None}, "no worker works on the run"),
-        ({"heartbeat": NOW - 100}, "no worker works on the run"),
-        ({"worker_error": "no"}, "no worker works on the run"),
-        ({"last_arrival": NOW - 1200}, "it is judged on rollouts that come, and none has come for 20 min"),
-        ({"last_arrival": None}, "it is judged on rollouts that come, and none has come"),
-        ({"last_arrival": NOW - 1200, "queued": 3}, "it is judged on the next rollouts"),
-        (
-            {"of_sent": ("v000008-a", "too little evidence")},
-            "so far the gate says: too little evidence; it is judged on the next rollouts",
-        ),
-        ({"of_sent": ("v000006-a", "of another")}, "it is judged on the next rollouts"),
-    ],
-)
-def test_what_a_sent_drafter_waits_for_is_said(changes: dict[str, Any], why: str) -> None:
-    told = facts(waiting=("v000008-a", "v000009-b"), **changes)
-    assert waits_for(told) == f"v000008 (1 more behind it): {why}"
-    assert f"A sent drafter waits for the gate: v000008 (1 more behind it): {why}." in headline(told).also
-    assert waits_for(facts(**changes)) is None
 
 
 def test_an_engine_that_is_not_lossless_is_said_with_how_much() -> None:

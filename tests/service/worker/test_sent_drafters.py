@@ -74,7 +74,6 @@ def test_a_better_drafter_from_elsewhere_is_served_once_rollouts_have_shown_it(
     assert told.exit_code == 0, told.output
     version = told.output.split()[0]
     assert "waits for the gate" in told.output
-    assert f"now: {version[:7]}: it is judged on rollouts that come, and none has come" in told.output
     *_, written = AuditLog(service.layout).read(None)
     assert (written["action"], written["status"], written["version"]) == ("send a drafter", 201, version)
     assert (written["reason"], written["client"]) == ("a longer training", "127.0.0.1")
@@ -128,10 +127,6 @@ def test_a_drafter_that_is_no_better_is_refused_in_words_and_never_served(
     assert service.client.get("/drafters").json()["waiting"] == [version]
     assert "  waits for the gate\n" in listed(service)
     assert "refused" not in listed(service)
-
-
-def waits_for(service: RunningService) -> str:
-    return str(service.client.get("/runs/default").json()["waits_for"])
 
 
 def listed(service: RunningService) -> str:
@@ -249,13 +244,9 @@ def test_a_held_run_judges_what_was_sent_when_it_is_released(
         bench.post(f"held {n}", rollouts=32)
         bench.drain(worker)
     assert service.client.get("/drafters").json()["waiting"] == [version]
-    assert waits_for(service) == f"v000002: {served[:7]} is held, and nothing is judged until `draftalign release`"
-    assert waits_for(service) in listed(service)
     assert service.client.delete(f"/drafter/{served}/hold?run=default").status_code == 204
     bench.post("one", rollouts=1)
     bench.drain(worker)
-    told = "v000002: so far the gate says: no evidence: all these prompts were trained on already, "
-    assert waits_for(service).startswith(told)
     for n in range(4):
         bench.post(f"b{n}", rollouts=32)
         bench.drain(worker)
