@@ -398,39 +398,24 @@ class Trial:
         return Verdict(promote, gain, low, high, taken, error, reason)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for the worker's checkpoint, all in one table."""
-        of_looks, claims = self.look_error, self.claims
-        return {
-            "share": self.share,
-            **asdict(self.promise),
-            **{"spread": of_looks.total, "spread_looks": of_looks.looks},
-            **{"claims": claims.variances, "claims_seen": claims.observations, "last": claims.last},
-            **asdict(self.spent),
-            "same": self.same,
-        }
+        """Plain values for the worker's checkpoint."""
+        return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Trial:
-        """Back from `to_json`."""
-        last, starts = ([tuple(one) for one in values[name]] for name in ("last", "starts"))
+        """Back from `to_json`; JSON has made lists of tuples."""
+        promise, claims, spent = (dict(values[name]) for name in ("promise", "claims", "spent"))
+        promise["walks"] = [Walk(**walk) for walk in promise["walks"]]
+        claims["last"] = [tuple(look) for look in claims["last"]]
+        spent["starts"] = [tuple(start) for start in spent["starts"]]
         return cls(
             values["share"],
-            _posterior(values),
-            LookError(values["spread"], values["spread_looks"]),
-            ClaimSpread(values["claims"], values["claims_seen"], last),
-            SpentError(values["looks"], values["single"], starts),
-            values.get("same", 0),  # absent: of before it was kept
+            GainPosterior(**promise),
+            LookError(**values["look_error"]),
+            ClaimSpread(**claims),
+            SpentError(**spent),
+            values["same"],
         )
-
-
-def _posterior(values: dict[str, Any]) -> GainPosterior:
-    """The posterior in a trial's `values`. Older values have one assumption, with which all of today's begin."""
-    if "walks" in values:
-        return GainPosterior([Walk(**walk) for walk in values["walks"]], values["moved"])
-    posterior = GainPosterior(moved=values["moved"])
-    for walk in posterior.walks:
-        walk.mean, walk.variance, walk.rise = values["mean"], values["variance"], values["rise"]
-    return posterior
 
 
 def _log_e(s: float, n: float) -> float:

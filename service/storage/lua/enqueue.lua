@@ -114,7 +114,7 @@ elseif session ~= '' then
     local first, others = now, {}
     for line in string.gmatch(redis.call('GET', prefix .. 'outdated') or '', '[^\n]+') do
       local began, of = string.match(line, '^(%d+) %d+ (.*)$')
-      if of == session then first = began elseif of and #others < KEPT_OUTDATED - 1 then others[#others + 1] = line end
+      if of == session then first = began elseif #others < KEPT_OUTDATED - 1 then others[#others + 1] = line end
     end
     table.insert(others, 1, first .. ' ' .. now .. ' ' .. session) -- the last one first
     redis.call('SET', prefix .. 'outdated', table.concat(others, '\n'), 'EX', outdated_seconds)

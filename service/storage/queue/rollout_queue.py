@@ -173,9 +173,7 @@ class AsyncRolloutQueue:
     async def outdated(self) -> bool:
         """Whether a session of an earlier attempt goes on sending, and has sent of late: its batches are skipped."""
         told = await self._redis.get(self._keys.outdated)
-        lines = [line.split() for line in text(told or b"").splitlines()]
-        # Earlier releases noted a session alone.
-        times = [(int(words[0]), int(words[1])) for words in lines if len(words) > 2]
+        times = [(int(first), int(last)) for first, last, _ in map(str.split, text(told or b"").splitlines())]
         if not times:
             return False
         now = times[0][1] + OUTDATED_KEPT_SECONDS - await self._redis.ttl(self._keys.outdated)

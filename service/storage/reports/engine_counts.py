@@ -388,7 +388,7 @@ def live_name(record: AcceptanceRecord, returns: Sequence[int]) -> str:
     """Identity of the live sum to which a record is added. `returns`: Unix ms at which trainers went back, ascending.
 
     The last return before the report is part of the identity, so that attempts have sums of their own. Sums of a run's
-    first attempt have none, nor have those that an older service added up.
+    first attempt have none.
     """
     before = [at for at in returns if at / 1000.0 <= record.reported]
     return json.dumps([record.method, record.drafter_version, record.policy_version, *before[-1:]])

@@ -114,18 +114,6 @@ def test_the_promise_is_kept_where_trainings_are_cut_into_parts(share: float, ga
     assert promised / true == pytest.approx(1.0, abs=0.09)
 
 
-def test_a_checkpoint_from_before_parts_were_counted_is_read() -> None:
-    trial = Trial()
-    trial.trained()
-    assert Trial.from_json(trial.to_json() | {"moved": True}) == trial
-
-
-def test_a_checkpoint_from_before_looks_without_a_difference_were_counted_is_read() -> None:
-    values = Trial().to_json()
-    del values["same"]
-    assert Trial.from_json(values) == Trial()
-
-
 def test_against_the_next_served_drafter_the_gain_is_unknown_and_its_rise_is_not() -> None:
     trial = Trial(0.4)
     for _ in range(4):
@@ -159,14 +147,6 @@ def test_one_look_that_shows_enough_is_enough() -> None:
     trial = Trial()
     trial.take(Look(0.3, 0.01, 256, 2048, 2.6, 2.0))
     assert trial.verdict().promote
-
-
-def test_a_checkpoint_from_before_there_were_several_assumptions_is_read() -> None:
-    values = Trial().to_json()
-    del values["walks"]
-    promise = Trial.from_json(values | {"mean": 0.03, "variance": 0.01, "rise": 0.05, "step": 0.0064}).promise
-    assert (promise.mean, promise.variance, promise.moved) == pytest.approx((0.03, 0.01, 0.0))
-    assert {walk.rise for walk in promise.walks} == {0.05}
 
 
 def test_a_gain_that_comes_faster_than_before_is_promised() -> None:

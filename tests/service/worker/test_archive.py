@@ -110,7 +110,7 @@ def test_a_first_drafter_that_was_worse_in_every_claim_serves_again_when_the_pol
     of_b = published(bench, world.trained_drafter(tmp_path, policy_version=B))
     worker = bench.worker(**SETTINGS)
     assert {claim(bench, worker, f"b{n}", B + n) for n in range(16)} == {of_b.version}
-    assert worker.learner.gate.state["trials"][first]["looks"] >= 8, "else this shows nothing"
+    assert worker.learner.gate.state["trials"][first]["spent"]["looks"] >= 8, "else this shows nothing"
     assert claim(bench, worker, "a", A_AGAIN) == first
 
 

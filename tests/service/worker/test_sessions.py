@@ -215,8 +215,6 @@ def test_what_a_trainer_that_was_followed_by_another_sends_late_is_skipped_and_i
     assert "give each a run name of its own" in said["text"]
     bench.redis.expire(key, bench.redis.ttl(key) - 600)  # as if that had been ten minutes ago
     assert service.client.get("/runs/default").json()["headline"]["state"] != "outdated"
-    bench.redis.set(key, session, ex=600)  # as an API of an earlier release, beside this one or before it
-    assert service.client.get("/runs/default").json()["headline"]["state"] != "outdated"
     step(old, model, 5)
     assert bench.redis.get(key).decode().split()[2:] == [session]
     warnings = [r.getMessage() for r in caplog.records if "are not used any more" in r.getMessage()]

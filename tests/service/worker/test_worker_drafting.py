@@ -65,11 +65,11 @@ def test_what_was_measured_before_is_no_evidence_afterwards(bench: Bench) -> Non
     worker.close()
     kept = opened(bench).learner
     assert kept.journal.drift.monitor.state.ticks > 0
-    assert any(trial["looks"] for trial in kept.gate.state["trials"].values())
+    assert any(trial["spent"]["looks"] for trial in kept.gate.state["trials"].values())
     learn_drafting(bench.layout, "default", Drafting(depth=2, drafting="greedy"))
     anew = opened(bench).learner
     assert anew.journal.drift.monitor.state.ticks == 0
-    assert not any(trial["looks"] for trial in anew.gate.state["trials"].values())
+    assert not any(trial["spent"]["looks"] for trial in anew.gate.state["trials"].values())
     assert anew.gate.served == kept.gate.served
     assert kept.controller.trainings > 0
     assert anew.controller == Controller(

@@ -284,7 +284,7 @@ def test_who_asks_a_worker_to_stop_does_not_wait_for_all_passes(bench: Bench) ->
     assert bench.state(batch) == "trained", "what was learnt is kept"
     assert worker.learner.controller.trainings == 0, "and half a training says nothing about gains"
     (trial,) = worker.learner.gate.state["trials"].values()
-    assert 0.0 < trial["moved"] < 0.1, "nor does it count as a whole one"
+    assert 0.0 < trial["promise"]["moved"] < 0.1, "nor does it count as a whole one"
 
 
 @pytest.mark.parametrize(("warmup_steps", "known"), [(0, True), (10_000, False)])

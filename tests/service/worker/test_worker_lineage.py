@@ -146,7 +146,7 @@ def test_random_layers_are_not_published_before_they_were_trained(bench: Bench) 
     bench.drain(worker)
     assert worker.learner.lineage.trainer is not None, "there is a candidate, and it was trained"
     assert bench.state(bench.posted[0]) == "trained"
-    assert [trial["looks"] for trial in worker.learner.gate.state["trials"].values()] == [0]
+    assert [trial["spent"]["looks"] for trial in worker.learner.gate.state["trials"].values()] == [0]
     assert Registry(bench.layout).latest("default") is None
 
 

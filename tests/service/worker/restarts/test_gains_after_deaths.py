@@ -233,7 +233,9 @@ def test_a_claim_that_fails_after_a_rollback_is_looked_at_once(bench: Bench, mon
         bench.drain(strict)
     state = strict.learner.gate.state
     assert state["served"] == registry.versions("default")[0]
-    assert (state["trials"]["candidate"]["looks"], state["tested"]) == (0, 0), "it comes again, and counts then"
+    assert (state["trials"]["candidate"]["spent"]["looks"], state["tested"]) == (0, 0), (
+        "it comes again, and counts then"
+    )
 
 
 def test_a_version_whose_predecessor_is_gone_is_not_waited_for(bench: Bench) -> None:
