@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from drafter.model.eagle3 import Eagle3Drafter
+from examples.reference.cached import attend, cache_heads, embed, fuse
 from examples.reference.decode import verify_chain
 
 DraftingMode = Literal["probabilistic", "greedy"]
@@ -41,7 +42,7 @@ class Drafting:
         self._embed_tokens = embed_tokens  # the policy's live one
         config = drafter.config
         # [2 (keys, values), S, G, T, hd]
-        self._cache = torch.zeros(2, slots, drafter.cache_heads, positions, config.head_dim)
+        self._cache = torch.zeros(2, slots, cache_heads(drafter), positions, config.head_dim)
         #: Rows of each slot that hold step 0 of verified tokens: int64 [S].
         self.filled = torch.zeros(slots, dtype=torch.long)
 
@@ -87,7 +88,7 @@ class Drafting:
         rows = int((last - start).max()) + 1
         # Shorter sequences repeat their edge: such rows lie beyond their end and are overwritten before they are read.
         index = (start[:, None] + torch.arange(rows)).clamp_max(tokens.shape[1] - 2)
-        r = self.drafter.fuse(features.gather(1, index[:, :, None].expand(-1, -1, features.shape[2])))
+        r = fuse(self.drafter, features.gather(1, index[:, :, None].expand(-1, -1, features.shape[2])))
         pre = self._attend(tokens.gather(1, index + 1), r, start)
         self.filled[:B] = last + 1
         return pre[torch.arange(B), last - start]
@@ -105,8 +106,15 @@ class Drafting:
             dim=2,
         )
         keys, values = self._cache[0, :B, :, :past], self._cache[1, :B, :, :past]
-        pre, new_keys, new_values = self.drafter.attend(
-            self.drafter.embed(tokens, self._embed_tokens), r, positions, keys, values, mask, self._weights
+        pre, new_keys, new_values = attend(
+            self.drafter,
+            embed(self.drafter, tokens, self._embed_tokens),
+            r,
+            positions,
+            keys,
+            values,
+            mask,
+            self._weights,
         )
         capacity = self._cache.shape[3]
         slots = torch.arange(B)[:, None].expand(B, rows)

@@ -116,7 +116,6 @@ def import_drafter(
     _settle_defaults(flat, notes)
     config = parse_config(flat)
     tensors = _read_tensors(path, config, notes)
-    _order_vocabulary(tensors, notes)
     vocabulary = read_vocabulary(tensors, config)
     weights = {name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}
     stored = StoredDrafter(config, vocabulary, weights)
@@ -346,28 +345,6 @@ def _canonical_names(names: Iterable[str], path: Path, notes: list[str]) -> dict
     left_out = (name for name in theirs if name not in found.values())
     notes.extend(f"{n} is left out: it is the target's, and engines would overwrite the policy's" for n in left_out)
     return found
-
-
-def _order_vocabulary(tensors: dict[str, Tensor], notes: list[str]) -> None:
-    """Sort the draft vocabulary of a file whose draft ids do not follow the target's; the drafter computes the same.
-
-    Only where t2d names the same tokens: otherwise the maps are damaged, and `read_vocabulary` says how.
-    """
-    if "d2t" not in tensors or "t2d" not in tensors or "lm_head.weight" not in tensors:
-        return
-    places = torch.arange(tensors["d2t"].numel())
-    ids = tensors["d2t"] + places
-    if bool((ids[1:] > ids[:-1]).all()) or len(tensors["lm_head.weight"]) != ids.numel():
-        return
-    order = ids.argsort()
-    if not torch.equal(ids[order], torch.nonzero(tensors["t2d"]).flatten()):
-        return
-    tensors["d2t"] = ids[order] - places
-    tensors["lm_head.weight"] = tensors["lm_head.weight"][order].contiguous()
-    notes.append(
-        "the draft vocabulary was not in the order of the target's: its rows were sorted (the same drafter). Engines "
-        "keep d2t for their life: one that serves the original file must be restarted with this one"
-    )
 
 
 def _verifier(stated: Mapping[str, Any]) -> Verifier:

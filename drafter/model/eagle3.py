@@ -12,13 +12,11 @@ head and the next step read: as vLLM serves them and speculators trains them.
 
 Legend: A aux layers, H hidden, V target vocabulary, D draft vocabulary, N query heads, G key-value heads, hd head size.
 Parameter names are those of the published checkpoints; the embedding e is the policy's, and comes with each call.
-Training runs through `unroll`; `Eagle3Drafter.attend` is the same layer with a key-value cache, for
-decoding.
+`examples.reference.cached` is the same layer with a key-value cache, for decoding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,9 +26,8 @@ from torch import Tensor, nn
 from drafter.batch import RolloutBatch
 from drafter.errors import DrafterError
 from drafter.model.draft_model import DraftModel
-from drafter.model.eagle3_layer import LaterWeights, LayerWeights, finish
+from drafter.model.eagle3_layer import LaterWeights, LayerWeights
 from drafter.model.eagle3_unroll import unroll
-from drafter.model.pointwise import rms_norm, rotary, rotate
 from drafter.policy import Policy
 from drafter.unroll.plan import Plan
 from drafter.unroll.unrolled import Unrolled
@@ -141,80 +138,6 @@ class Eagle3Drafter(DraftModel):
             feature_norm=None if self.input_norm is None else self.input_norm.weight.to(cast),
         )
 
-    def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [.., N, hd], keys and values [.., G, hd] from the stacked projection [.., (N+2G)*hd]."""
-        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
-        x = qkv.view(*qkv.shape[:-1], heads + 2 * kv_heads, self.config.head_dim)
-        q, k, v = torch.split(x, [heads, kv_heads, kv_heads], dim=-2)
-        return q, k, v
-
-    # --- incremental decoding ---------------------------------------------------------------------------------------
-
-    def embed(self, tokens: Tensor, embed_tokens: Tensor) -> Tensor:
-        """Embeddings [.., H] of target token ids [..] by the policy's embed_tokens [V, H], in the parameters' dtype."""
-        return F.embedding(tokens, embed_tokens).to(self.fc.weight.dtype)
-
-    def fuse(self, aux: Tensor) -> Tensor:
-        """Compute r [.., H] from the target's features aux [.., A*Ht]."""
-        aux = aux.to(self.fc.weight.dtype)
-        if self.input_norm is not None:
-            aux = rms_norm(aux, self.input_norm.weight, self.config.rms_norm_eps)
-        return F.linear(aux, self.fc.weight)
-
-    def attend(
-        self,
-        embedding: Tensor,
-        r: Tensor,
-        positions: Tensor,
-        past_k: Tensor | None = None,
-        past_v: Tensor | None = None,
-        mask: Tensor | None = None,
-        weights: LayerWeights | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One pass over B sequences of L new positions, with a cache of S earlier ones.
-
-        embedding, r [B, L, H]; positions int64[B, L], of the rotary embedding.
-        past_k, past_v [B, G, S, hd], rotated already. With several layers G is `cache_heads`: all layers' in turn.
-        mask bool[B, L, S+L]: True where a query may look, at one key or more. Default: the cache, and causal after it.
-        Returns pre [B, L, H] and the new keys and values [B, G, L, hd] to append.
-        """
-        c, w = self.config, weights if weights is not None else self.weights()
-        L = r.shape[1]
-        if mask is None:
-            S = 0 if past_k is None else past_k.shape[2]
-            mask = torch.ones(L, S + L, dtype=torch.bool, device=r.device).tril(S).expand(r.shape[0], L, S + L)
-        turn = rotary(positions, c.head_dim, c.rope_theta, r.dtype, c.rope_scaling)
-        layers = c.num_hidden_layers
-        earlier = zip(_by_layer(past_k, layers), _by_layer(past_v, layers), strict=True)
-        normed = rms_norm(r, w.hidden_norm, c.rms_norm_eps)
-        x = torch.cat([rms_norm(embedding, w.input_norm, c.rms_norm_eps), normed], dim=-1)
-        attended, k, v = self._attended(F.linear(x, w.qkv), turn, next(earlier), mask)
-        pre = finish(normed if c.norm_before_residual else r, attended, w, c.rms_norm_eps)
-        keys, values = [k], [v]
-        for layer, past in zip(w.later, earlier, strict=True):
-            x = rms_norm(pre, layer.input_norm, c.rms_norm_eps)
-            attended, k, v = self._attended(F.linear(x, layer.qkv), turn, past, mask)
-            pre = finish(pre, attended, layer, c.rms_norm_eps)
-            keys.append(k)
-            values.append(v)
-        return (pre, k, v) if layers == 1 else (pre, torch.cat(keys, dim=1), torch.cat(values, dim=1))
-
-    @property
-    def cache_heads(self) -> int:
-        """Key-value heads of a cache, those of all layers."""
-        return self.config.num_hidden_layers * self.config.num_key_value_heads
-
-    def _attended(
-        self, qkv: Tensor, turn: tuple[Tensor, Tensor], past: tuple[Tensor | None, Tensor | None], mask: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Attention output [B, L, N*hd], and the new keys and values [B, G, L, hd], of one layer's projections."""
-        q, k, v = self.split_heads(qkv)
-        q, k, v = rotate(q, *turn).transpose(1, 2), rotate(k, *turn).transpose(1, 2), v.transpose(1, 2)
-        keys = k if past[0] is None else torch.cat([past[0], k], dim=2)
-        values = v if past[1] is None else torch.cat([past[1], v], dim=2)
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask[:, None], enable_gqa=True)
-        return out.transpose(1, 2).flatten(2), k, v
-
     def logits(self, pre: Tensor) -> Tensor:
         """Logits [.., D] over the draft vocabulary from `pre` [.., H]."""
         return F.linear(self.norm(pre), self.lm_head.weight)
@@ -236,8 +159,3 @@ def _own_weights(layer: Any, cast: torch.dtype) -> LaterWeights:
         gate_up=torch.cat([mlp.gate_proj.weight.to(cast), mlp.up_proj.weight.to(cast)]),
         down=mlp.down_proj.weight.to(cast),
     )
-
-
-def _by_layer(past: Tensor | None, layers: int) -> Sequence[Tensor | None]:
-    """A cache [B, layers*G, S, hd], layer by layer."""
-    return [None] * layers if past is None else past.chunk(layers, dim=1)

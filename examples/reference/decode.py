@@ -26,6 +26,7 @@ from torch import Tensor
 
 from drafter.errors import DrafterError
 from drafter.model.eagle3 import Eagle3Drafter
+from examples.reference.cached import attend, embed, fuse
 
 Drafting = Literal["probabilistic", "greedy"]
 
@@ -292,9 +293,10 @@ class _DrafterReader:
         old = kept[:, :0] if self.kept is None else self.kept
         causal = torch.ones(L, L, dtype=torch.bool, device=kept.device).tril().expand(B, L, L)
         positions = positions.expand(B, L)
-        pre, keys, values = self.drafter.attend(
-            self.drafter.embed(following, self.embed_tokens),
-            self.drafter.fuse(aux),
+        pre, keys, values = attend(
+            self.drafter,
+            embed(self.drafter, following, self.embed_tokens),
+            fuse(self.drafter, aux),
             positions,
             self.keys,
             self.values,
@@ -318,10 +320,10 @@ class _DrafterReader:
         for step in range(depth):
             if step:
                 seen = torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
-                embedding = self.drafter.embed(drafts[-1], self.embed_tokens)
+                embedding = embed(self.drafter, drafts[-1], self.embed_tokens)
                 where = self.position[:, None] + step
-                pre, key, value = self.drafter.attend(
-                    embedding, pre, where, keys, values, seen[:, None, :], self.weights
+                pre, key, value = attend(
+                    self.drafter, embedding, pre, where, keys, values, seen[:, None, :], self.weights
                 )
                 keys, values = torch.cat([_some(keys), key], dim=2), torch.cat([_some(values), value], dim=2)
             logits = self.drafter.logits(pre)[:, 0].float()

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from drafter.errors import DrafterError
 from drafter.model.eagle3 import Eagle3Drafter
+from examples.reference.cached import attend, embed
 from examples.reference.decode import (
     Generation,
     _DrafterReader,
@@ -205,8 +206,9 @@ class _TreeDrafter(_DrafterReader):
             )
             text = _some(self.kept)[:, None, :].expand(B, level.token.shape[1], -1)
             position = (_some(self.position)[:, None] + step).expand_as(level.token)
-            pre, key, val = self.drafter.attend(
-                self.drafter.embed(level.token, self.embed_tokens),
+            pre, key, val = attend(
+                self.drafter,
+                embed(self.drafter, level.token, self.embed_tokens),
                 level.pre,
                 position,
                 keys,

@@ -16,6 +16,7 @@ from vllm_server.vllm_process import DEPTH, VllmServer
 from drafter.files.checkpoint import read_drafter
 from drafter.model.eagle3 import Eagle3Drafter
 from examples.policy import AUX_LAYERS
+from examples.reference.cached import attend, cache_heads, embed, fuse
 
 TOLERANCE = 1e-4
 
@@ -25,7 +26,7 @@ class Mirror:
 
     def __init__(self, drafter: Eagle3Drafter, policy: Any) -> None:
         self.drafter, self.embed_tokens = drafter, policy_of(policy).embed_tokens
-        self.keys = torch.zeros(256, drafter.cache_heads, drafter.config.head_dim)
+        self.keys = torch.zeros(256, cache_heads(drafter), drafter.config.head_dim)
         self.values = torch.zeros_like(self.keys)
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
@@ -37,9 +38,9 @@ class Mirror:
         start = int(positions[0])
         n = int((positions == start + torch.arange(len(positions))).int().cumprod(0).sum())
         input_ids, positions, hidden = input_ids[:n], positions[:n], hidden[:n]
-        embedding = self.drafter.embed(input_ids, self.embed_tokens)[None]
+        embedding = embed(self.drafter, input_ids, self.embed_tokens)[None]
         keys, values = (x[:start].transpose(0, 1)[None] for x in (self.keys, self.values))
-        pre, keys, values = self.drafter.attend(embedding, hidden[None], positions[None], keys, values)
+        pre, keys, values = attend(self.drafter, embedding, hidden[None], positions[None], keys, values)
         for store, new in ((self.keys, keys), (self.values, values)):
             store[start : start + len(positions)] = new[0].transpose(0, 1)
         return pre[0]
@@ -104,7 +105,7 @@ def check_calls(
     for number, (kind, call) in enumerate(recorded):
         seen[kind] += 1
         if kind == "combine":
-            compare("fuse", call["fused"], ours.fuse(call["aux"]))
+            compare("fuse", call["fused"], fuse(ours, call["aux"]))
             position, rows = starts[number]
             if rows:
                 compare("features", call["aux"][:rows], expected[position : position + rows])

@@ -16,6 +16,7 @@ from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.policy import Policy
 from drafter.unroll.plan import make_plan
 from drafter.vocabulary import DraftVocabulary
+from examples.reference.cached import attend, embed, fuse
 from rl_hooks.format.run import check_run
 
 
@@ -115,14 +116,14 @@ def test_decoding_with_a_cache_equals_the_unroll_at_every_row_and_step() -> None
     want = {(int(t), j): d.logits(p) for j in range(steps) for t, p in zip(u.rows[j], u.pre[j], strict=True)}
     for t in range(9):
         rows = torch.arange(t + 1)
-        pre, k, v = d.attend(
-            d.embed(ids[rows + 1], w.embed_tokens)[None], d.fuse(w.batch.aux_hidden[rows])[None], rows[None]
+        pre, k, v = attend(
+            d, embed(d, ids[rows + 1], w.embed_tokens)[None], fuse(d, w.batch.aux_hidden[rows])[None], rows[None]
         )
         torch.testing.assert_close(d.logits(pre[0, -1]), want[t, 0])
         r = pre[:, -1:]
         for j in range(1, min(steps, 9 - t)):
-            embedded = d.embed(ids[t + 1 + j], w.embed_tokens)[None, None]
-            r, new_k, new_v = d.attend(embedded, r, torch.tensor([[t + j]]), k, v)
+            embedded = embed(d, ids[t + 1 + j], w.embed_tokens)[None, None]
+            r, new_k, new_v = attend(d, embedded, r, torch.tensor([[t + j]]), k, v)
             k, v = torch.cat([k, new_k], 2), torch.cat([v, new_v], 2)
             torch.testing.assert_close(d.logits(r[0, 0]), want[t, j])
 
@@ -131,22 +132,22 @@ def test_a_padded_batch_decodes_as_its_sequences_do_alone() -> None:
     w = world((mask_of(11, 1),))
     d, ids, aux = w.drafter, w.batch.input_ids, w.batch.aux_hidden
     lengths, L = [3, 7], 7
-    embedded = torch.stack([d.embed(ids[1 : L + 1], w.embed_tokens)] * 2)
-    r = torch.stack([d.fuse(aux[:L])] * 2)
+    embedded = torch.stack([embed(d, ids[1 : L + 1], w.embed_tokens)] * 2)
+    r = torch.stack([fuse(d, aux[:L])] * 2)
     positions = torch.arange(L).expand(2, L)
     visible = torch.ones(L, L, dtype=torch.bool).tril() & (torch.arange(L) < torch.tensor(lengths)[:, None])[:, None]
     visible |= torch.eye(L, dtype=torch.bool)  # padding rows look at themselves: no empty softmax
-    pre, k, v = d.attend(embedded, r, positions, mask=visible)
+    pre, k, v = attend(d, embedded, r, positions, mask=visible)
     step_r = torch.stack([pre[b, n - 1 : n] for b, n in enumerate(lengths)])
     cached = (torch.arange(L) < torch.tensor(lengths)[:, None])[:, None]
     mask = torch.cat([cached, torch.ones(2, 1, 1, dtype=torch.bool)], dim=2)
     step_positions = torch.tensor(lengths)[:, None]
-    step, _, _ = d.attend(d.embed(ids[step_positions + 1], w.embed_tokens), step_r, step_positions, k, v, mask)
+    step, _, _ = attend(d, embed(d, ids[step_positions + 1], w.embed_tokens), step_r, step_positions, k, v, mask)
     for b, n in enumerate(lengths):
-        alone, ak, av = d.attend(embedded[b : b + 1, :n], r[b : b + 1, :n], positions[b : b + 1, :n])
+        alone, ak, av = attend(d, embedded[b : b + 1, :n], r[b : b + 1, :n], positions[b : b + 1, :n])
         torch.testing.assert_close(pre[b, :n], alone[0])
-        after, _, _ = d.attend(
-            d.embed(ids[n + 1], w.embed_tokens)[None, None], alone[:, -1:], torch.tensor([[n]]), ak, av
+        after, _, _ = attend(
+            d, embed(d, ids[n + 1], w.embed_tokens)[None, None], alone[:, -1:], torch.tensor([[n]]), ak, av
         )
         torch.testing.assert_close(step[b], after[0])
 

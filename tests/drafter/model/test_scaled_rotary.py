@@ -20,6 +20,7 @@ from drafter.model import pointwise
 from drafter.model.eagle3_unroll import unroll
 from drafter.model.pointwise import rotary, stretched
 from drafter.unroll.plan import make_plan
+from examples.reference.cached import attend, embed, fuse
 from rl_hooks.format.drafter import differences
 from rl_hooks.format.eagle3 import Llama3Rope
 
@@ -100,8 +101,8 @@ def test_it_decodes_as_it_trains() -> None:
     plan = make_plan(w.batch.cu_seqlens, w.batch.loss_mask, 1)
     unrolled = unroll(w.drafter, plan, w.batch.input_ids, w.batch.aux_hidden, w.embed_tokens)
     rows = torch.arange(w.batch.tokens - 1)
-    embedding = w.drafter.embed(w.batch.input_ids[rows + 1], w.embed_tokens)[None]
-    pre, _, _ = w.drafter.attend(embedding, w.drafter.fuse(w.batch.aux_hidden[rows])[None], rows[None])
+    embedding = embed(w.drafter, w.batch.input_ids[rows + 1], w.embed_tokens)[None]
+    pre, _, _ = attend(w.drafter, embedding, fuse(w.drafter, w.batch.aux_hidden[rows])[None], rows[None])
     torch.testing.assert_close(pre[0, unrolled.rows[0]], unrolled.pre[0], rtol=1e-10, atol=1e-12)
 
 

@@ -26,6 +26,7 @@ from drafter.training.loss import DraftLoss, draft_loss
 from drafter.training.target import draft_target
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.unroll.plan import make_plan
+from examples.reference.cached import attend, cache_heads, embed, fuse
 
 
 def deepened(one: Eagle3Drafter, layers: int = 2, dtype: torch.dtype = torch.float64) -> Eagle3Drafter:
@@ -155,13 +156,13 @@ def test_decoding_with_a_cache_equals_the_unroll_at_every_row_and_step() -> None
     want = {(int(t), j): d.logits(p) for j in range(steps) for t, p in zip(u.rows[j], u.pre[j], strict=True)}
     for t in range(7):
         rows = torch.arange(t + 1)
-        pre, k, v = d.attend(d.embed(ids[rows + 1], base.embed_tokens)[None], d.fuse(aux[rows])[None], rows[None])
-        assert k.shape[1] == d.cache_heads == 2 * d.config.num_key_value_heads
+        pre, k, v = attend(d, embed(d, ids[rows + 1], base.embed_tokens)[None], fuse(d, aux[rows])[None], rows[None])
+        assert k.shape[1] == cache_heads(d) == 2 * d.config.num_key_value_heads
         torch.testing.assert_close(d.logits(pre[0, -1]), want[t, 0])
         r = pre[:, -1:]
         for j in range(1, min(steps, 7 - t)):
-            embedded = d.embed(ids[t + 1 + j], base.embed_tokens)[None, None]
-            r, new_k, new_v = d.attend(embedded, r, torch.tensor([[t + j]]), k, v)
+            embedded = embed(d, ids[t + 1 + j], base.embed_tokens)[None, None]
+            r, new_k, new_v = attend(d, embedded, r, torch.tensor([[t + j]]), k, v)
             k, v = torch.cat([k, new_k], 2), torch.cat([v, new_v], 2)
             torch.testing.assert_close(d.logits(r[0, 0]), want[t, j])
 

@@ -28,6 +28,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from drafter.errors import DrafterError
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.vocabulary import DraftVocabulary
+from examples.reference.cached import attend, embed
 from examples.reference.decode import embedding, generate
 from examples.reference.tree import DraftTree, _most_probable, _TreeDrafter, _TreeReader, generate_tree, walk
 
@@ -80,8 +81,9 @@ def test_a_tree_holds_the_likeliest_paths_of_the_drafter(target: Any, trained: E
     for i in first.topk(m).indices.tolist():
         token = trained.vocabulary.ids[i].view(1)
         _, again, _, _ = prefilled(target, trained, prompt)
-        pre, _, _ = trained.attend(
-            trained.embed(token, embedding(target))[None],
+        pre, _, _ = attend(
+            trained,
+            embed(trained, token, embedding(target))[None],
             chain.pre[:, None],
             again.position[:, None] + 1,  # type: ignore[index]
             again.keys,
