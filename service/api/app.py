@@ -38,7 +38,6 @@ from service.api.auth import Caller, Guard, check_binding
 from service.api.context.answers import API_VERSION, Status
 from service.api.context.audited import Auditor
 from service.api.context.context import Context, ServiceContext
-from service.api.context.spare import SpareFile
 from service.api.drafters import tagged
 from service.api.port.connections import BoundedProtocol, Places, TlsDoor, tls_context
 from service.api.port.free import check_port
@@ -113,7 +112,7 @@ def create_app(settings: Settings) -> FastAPI:
         responses=problems.RESPONSES,
     )
     context = app.state.context = ServiceContext(settings, client)
-    auditor = Auditor(AuditLog(context.layout), SpareFile(context.layout.spare))
+    auditor = Auditor(AuditLog(context.layout))
     app.add_middleware(Guard, tokens=context.access.tokens, auditor=auditor, find=context.looks.find)
     problems.install(app)
     parts = [part.router for part in (rollouts_api, direct_api, runs_api, dead_api, drafters_api, acceptance_api)]

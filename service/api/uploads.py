@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from rl_hooks.wire import CONTENT_TYPE, Header, WireError, header_size, parse_header
-from service.api.context.spare import is_full
+from service.api.context.disk import is_full
 from service.api.port.body import TAKE_BODY, BodyTooSlowError
 from service.api.problems import BODY_STATE, Problem
 from service.settings import Settings

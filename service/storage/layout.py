@@ -108,11 +108,6 @@ class Layout:
         """The audit log of all runs. It stays when a run is deleted."""
         return self.root / "audit"
 
-    @property
-    def spare(self) -> Path:
-        """What is given up on a full disk (`service.api.context.spare`)."""
-        return self.root / "spare"
-
     # --- of one run
     def run(self, run: str) -> Path:
         """`runs/<run>/`."""

@@ -15,7 +15,7 @@ from typing import Any, Final
 from fastapi import Request
 
 from service.access.audit import AuditLog
-from service.api.context.spare import CALL_BYTES, SpareFile, is_full
+from service.api.context.disk import is_full
 from service.api.problems import Problem
 
 log = logging.getLogger("draftalign.api")
@@ -28,17 +28,16 @@ AUDITED: Final = "draftalign.audited"
 class Auditor:
     """Writes the audit log of this process, in a thread of its own: a slow disk delays only audited calls."""
 
-    def __init__(self, audit_log: AuditLog, spare: SpareFile) -> None:
-        self._audit_log, self._spare = audit_log, spare
+    def __init__(self, audit_log: AuditLog) -> None:
+        self._audit_log = audit_log
         self._writing = ThreadPoolExecutor(1, "audit")
 
-    def intent(self, document: dict[str, Any], *, makes_room: bool) -> asyncio.Future[None]:
-        """Record what is asked. A call that `makes_room` gets room for itself, too, if need be from the spare file."""
-        append = functools.partial(self._audit_log.append, document)
-        return self._run(functools.partial(self._spare.write, append, CALL_BYTES) if makes_room else append)
+    def intent(self, document: dict[str, Any]) -> asyncio.Future[None]:
+        """Record what is asked."""
+        return self._run(functools.partial(self._audit_log.append, document))
 
     def outcome(self, document: dict[str, Any]) -> asyncio.Future[None]:
-        """Record the outcome, if need be in room of the spare file: the call is done already."""
+        """Record the outcome of a call that is done already."""
         return self._run(functools.partial(self._outcome, document))
 
     def _run(self, write: Callable[[], None]) -> asyncio.Future[None]:
@@ -46,7 +45,7 @@ class Auditor:
 
     def _outcome(self, document: dict[str, Any]) -> None:
         try:
-            self._spare.write(lambda: self._audit_log.append(document))
+            self._audit_log.append(document)
         except OSError:  # what was asked is in the log
             log.exception("the audit log lacks the outcome of %s", document)
 
@@ -56,7 +55,6 @@ class AuditedCall:
 
     def __init__(self, auditor: Auditor, token: str, client: str, method: str, path: str, run: str | None) -> None:
         self._auditor = auditor
-        self._makes_room = method in ("DELETE", "PATCH") and path.startswith("/runs/")
         self._asked: dict[str, Any] = {
             "time": time.time(),
             "id": uuid.uuid4().hex,
@@ -77,7 +75,7 @@ class AuditedCall:
         """Record what is asked. Raises Problem if that fails: then nothing may be done."""
         try:
             async with asyncio.timeout(_AUDIT_SECONDS):
-                await self._auditor.intent(self._asked | self._said, makes_room=self._makes_room)
+                await self._auditor.intent(self._asked | self._said)
         except (OSError, TimeoutError) as error:
             if isinstance(error, TimeoutError):  # the record may still be written: then this one follows it
                 self._auditor.outcome(self._asked | self._said | {"status": 503, "ended": time.time()})
@@ -97,11 +95,10 @@ class AuditedCall:
     def _refusal(self, error: OSError) -> str:
         if not is_full(error):
             return "the audit log cannot be written, so nothing was done; the service's log has the cause"
-        if self._makes_room:
-            do = "the room that is kept for this is used up; free 1 MiB on it by other means, and ask again"
-        else:
-            do = "archive or delete a run or discard dead batches, for which room is kept, and ask again"
-        return f"the state directory's disk is full: the audit log cannot be written, so nothing was done; {do}"
+        return (
+            "the state directory's disk is full: the audit log cannot be written, so nothing was done; free 1 MiB on "
+            "it, and ask again"
+        )
 
 
 def audit(request: Request, action: str, **said: str | int | None) -> None:

@@ -19,7 +19,6 @@ from service.access.tokens import Tokens
 from service.api.context.disk import Disk
 from service.api.context.evidence import Evidence
 from service.api.context.looks import Looks
-from service.api.context.spare import SpareFile
 from service.errors import RegistryBusy
 from service.monitor.headline import REDIS_NEARLY_FULL
 from service.monitor.live.engine import LiveRule
@@ -274,15 +273,7 @@ class ServiceContext:
         self.looks.close()
 
     async def reap(self) -> int:
-        """Delete what nobody needs any more: spooled files without an entry, deleted runs; returns how many files.
-
-        And keep some room on the disk for calls that make more.
-        """
-        try:
-            free = self.disk.spool.free_bytes() - self.settings.spool_min_free_bytes
-            await asyncio.to_thread(SpareFile(self.layout.spare).fill, free)
-        except OSError as error:
-            log.warning("no room is reserved for calls that make room: %s", error)
+        """Delete what nobody needs any more: spooled files without an entry, deleted runs; returns how many files."""
         await asyncio.to_thread(sweep_deleted, self.layout)
         try:
             await asyncio.to_thread(self.layout.sweep)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import Callable, Collection
 
@@ -18,6 +19,11 @@ from service.storage.runs import kept_bytes
 from service.storage.spool import Spool
 
 log = logging.getLogger("draftalign.api")
+
+
+def is_full(error: OSError) -> bool:
+    """Whether the disk, or the quota on it, is used up."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class Disk:
