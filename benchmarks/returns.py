@@ -28,7 +28,6 @@ from service.settings import Settings
 from service.worker.lineage import CANDIDATE
 from service.worker.promotion.evidence import Fresh
 from service.worker.promotion.gate import Gate
-from service.worker.promotion.outcomes import Chosen
 
 Floats = npt.NDArray[np.float64]
 
@@ -137,7 +136,7 @@ class Run:
         winner = self.gate.judge(fresh, self.served)[0]
         if winner.verdict.promote:
             evidence = winner.evidence.model_copy(update={"judged_to": f"{number}-0", "train_on": False})
-            self.gate.promoted(winner.version, self.served, Chosen.of(evidence))
+            self.gate.promoted(winner.version, self.served, evidence)
             self.served, self.swaps = winner.version, self.swaps + 1
         return ours, of_a, max(of_a, of_b_too)
 

@@ -72,10 +72,6 @@ class Economy:
         """The drafting share, or the usual one where it is unknown."""
         return _DRAFTING_SHARE if self.drafting_share is None else self.drafting_share
 
-    def worth(self, gain: float, version_seconds: float) -> float:
-        """How many seconds of the engines a relative gain in α saves."""
-        return self.versions_served * self.assumed_share * version_seconds * gain / (1.0 + gain)
-
     def break_even(self, train_seconds: float, version_seconds: float | None) -> float:
         """The relative gain from which on a training pays; infinite where no gain is worth its seconds.
 

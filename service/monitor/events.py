@@ -69,6 +69,11 @@ class GateEvidence(BaseModel):
     judged_to: str | None = None
     train_on: bool | None = None
 
+    @property
+    def archived(self) -> bool:
+        """Whether it is of an archived or a sent version, and not of the candidate."""
+        return self.train_on is not None
+
     @model_serializer(mode="wrap")
     def _as_it_came(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {name: value for name, value in write(self).items() if name in self.model_fields_set}

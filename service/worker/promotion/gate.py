@@ -31,7 +31,7 @@ from service.settings import Settings
 from service.worker.lineage import CANDIDATE, Lineage
 from service.worker.promotion.archive import Archive, Level
 from service.worker.promotion.evidence import FEWEST_PROMPTS, POOLED_CLAIMS, Fresh, Pool
-from service.worker.promotion.outcomes import Chosen, Outcomes
+from service.worker.promotion.outcomes import Outcomes
 from service.worker.promotion.training import Training
 
 #: Archived versions may spend this part of the error together. The candidate has the rest.
@@ -238,12 +238,12 @@ class Gate:
                 if contest.version in self._trials:  # its part of the error stays spent: sent again, it has a new trial
                     self._trials[f"{contest.version} {len(self._trials)}"] = self._trials.pop(contest.version)
 
-    def promoted(self, version: str, before: str | None, chosen: Chosen) -> Realised | None:
-        """Note that `version` is served now instead of `before`. All trials begin again. Returns what `begin` does."""
+    def promoted(self, version: str, before: str | None, evidence: GateEvidence) -> Realised | None:
+        """Note that `version` is served now instead of `before`, by `evidence`. Returns what `begin` does."""
         event = self.begin(version)
         if before is not None:
-            self.outcomes.begin(version, before, chosen)
-        if chosen.train_on:
+            self.outcomes.begin(version, before, evidence)
+        if evidence.train_on is not False:  # the candidate is the served drafter now
             self._trials[CANDIDATE].promise.known()
         return event
 

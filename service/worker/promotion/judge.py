@@ -26,7 +26,6 @@ from service.worker.journal import Journal
 from service.worker.lineage import CANDIDATE, Lineage
 from service.worker.promotion.evidence import Fresh
 from service.worker.promotion.gate import Contest, Gate
-from service.worker.promotion.outcomes import Chosen
 from service.worker.recent import RecentRollouts
 from service.worker.scoring import Scores
 
@@ -148,14 +147,13 @@ class Judge:
 
     def _go_on_from(self, version: str, evidence: GateEvidence) -> Realised | None:
         """Go on with the version that the gate chose. After a crash `evidence` is all that is known of the choice."""
-        chosen = Chosen.of(evidence)
-        if chosen.archived and chosen.train_on:
+        if evidence.train_on:
             self._lineage.train_from(version)
         self._journal.totals.published += 1
-        if chosen.archived:  # gains so far were measured beside another drafter
+        if evidence.archived:  # gains so far were measured beside another drafter
             self.controller.curve = LearningCurve()
             self.gate.training.concluded()
-        return self.gate.promoted(version, self.gate.served, chosen)
+        return self.gate.promoted(version, self.gate.served, evidence)
 
     def conclude(self, contests: Sequence[Contest], policy_version: int) -> None:
         """Write the gate's finding into history and controller, once for each whole training.

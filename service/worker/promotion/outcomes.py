@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Self
+from dataclasses import asdict
+from typing import Any, Final
 
 import numpy as np
 
@@ -19,25 +19,6 @@ from service.worker.promotion.promises import Kept, Promise
 #: only. Where kinds of prompts alternate, a win brings -1 if each claim is of another kind than the one before, 0 if
 #: the kind changes after every second claim, 1/3 if after every third.
 _LASTED: Final = 1.0 / 6.0
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """A promotion by the gate: what is read back of its evidence from manifest, pointer or history."""
-
-    gain: float
-    promised: float
-    judged_to: str | None  # the newest queue entry of the evidence
-    archived: bool  # or sent: it is not the candidate
-    train_on: bool  # training goes on from it
-
-    @classmethod
-    def of(cls, evidence: GateEvidence) -> Self:
-        """Take it from the evidence with which it was promoted."""
-        gain = math.nan if evidence.gain is None else evidence.gain
-        promised, train_on = evidence.promised, evidence.train_on
-        archived, goes_on = train_on is not None, train_on is not False
-        return cls(gain, gain if promised is None else promised, evidence.judged_to, archived, goes_on)
 
 
 class Outcomes:
@@ -87,11 +68,11 @@ class Outcomes:
         promise = self._promise
         return promise is not None and promise.rollouts == 0 and self._lineage.existing(promise.before) is not None
 
-    def begin(self, version: str, before: str, chosen: Chosen) -> None:
-        """Measure from now on what `version` gains over `before`."""
-        self._promise = Promise(
-            version, before, chosen.promised, chosen.gain, after=chosen.judged_to, archived=chosen.archived
-        )
+    def begin(self, version: str, before: str, evidence: GateEvidence) -> None:
+        """Measure from now on what `version`, which won by `evidence`, gains over `before`."""
+        gain = math.nan if evidence.gain is None else evidence.gain
+        promised = gain if evidence.promised is None else evidence.promised
+        self._promise = Promise(version, before, promised, gain, after=evidence.judged_to, archived=evidence.archived)
 
     def measures(self, entry_id: str) -> bool:
         """Whether rollouts of this queue entry may measure the newest version: not if they helped to choose it."""

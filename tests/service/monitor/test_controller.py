@@ -276,21 +276,14 @@ def test_break_even_at_its_edges(train_seconds: float, version_seconds: float | 
     assert ECONOMY.break_even(train_seconds, version_seconds) == expected
 
 
-def test_break_even_is_where_worth_equals_cost() -> None:
-    gain = ECONOMY.break_even(200.0, 60.0)
-    assert ECONOMY.worth(gain, 60.0) == pytest.approx(ECONOMY.worker_cost * 200.0)
+def test_break_even_is_where_what_the_rounds_save_is_the_cost() -> None:
+    """Generation time goes as 1/α, so a gain g leaves 1/(1+g) of it."""
+    gain, before = ECONOMY.break_even(200.0, 60.0), ECONOMY.assumed_share * 60.0
+    saved = ECONOMY.versions_served * (before - before / (1 + gain))
+    assert saved == pytest.approx(ECONOMY.worker_cost * 200.0)
     assert replace(ECONOMY, worker_cost=0.0).break_even(200.0, 60.0) == ECONOMY.min_gain
     even = Economy(worker_cost=0.5, drafting_share=0.5, versions_served=4.0)
     assert even.break_even(4.0, 1.0) == math.inf, "as much as rounds without end would save"
-
-
-@pytest.mark.parametrize("gain", [0.0, 0.1, 1.0])
-def test_worth_is_what_the_rounds_save(gain: float) -> None:
-    """Generation time goes as 1/α, so a gain g leaves 1/(1+g) of it."""
-    seconds = 10.0
-    before = ECONOMY.assumed_share * seconds
-    after = before / (1 + gain)
-    assert ECONOMY.worth(gain, seconds) == pytest.approx(ECONOMY.versions_served * (before - after))
 
 
 def test_the_price_is_of_the_time_that_goes_to_rounds() -> None:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from drafter.replay.acceptance import Replay, student_quantile
-from service.monitor.events import Realised
+from service.monitor.events import GateEvidence, Realised
 from service.worker.promotion.evidence import Fresh
-from service.worker.promotion.outcomes import Chosen, Outcomes
+from service.worker.promotion.outcomes import Outcomes
 
 V1, V2, V3 = "v000001-aaaaaaaa", "v000002-bbbbbbbb", "v000003-cccccccc"
 TOKENS = 60.0
@@ -61,9 +61,9 @@ def fresh(
     )
 
 
-def chosen(gain: float = 0.1, promised: float = 0.08, **facts: Any) -> Chosen:
-    rest: dict[str, Any] = {"judged_to": "5-0", "archived": False, "train_on": True} | facts
-    return Chosen(gain=gain, promised=promised, **rest)
+def chosen(gain: float = 0.1, promised: float = 0.08, **facts: Any) -> GateEvidence:
+    rest: dict[str, Any] = {"judged_to": "5-0"} | facts
+    return GateEvidence(gain=gain, promised=promised, **rest)
 
 
 def claim(rollouts: int, ratio: float, seed: int | list[int] = 0, *, spread: float = 0.05, **facts: Any) -> Fresh:
@@ -238,7 +238,7 @@ def test_a_few_rollouts_correct_in_proportion_and_what_is_older_counts_less() ->
 
 
 def test_an_archived_versions_win_corrects_no_promise_and_says_whether_the_next_may_be_by_one_claim() -> None:
-    found = begun(archived=True, gain=0.1)
+    found = begun(train_on=False, gain=0.1)
     assert found.lasts(V2)
     found.settle(claim(8, 1 / 1.2))
     assert found.end() is not None
@@ -250,7 +250,7 @@ def test_an_archived_versions_win_corrects_no_promise_and_says_whether_the_next_
 @pytest.mark.parametrize(("ratio", "lasts"), [(1.1, True), (0.95, True), (0.945, False)])
 def test_a_win_lasted_if_it_kept_a_sixth(ratio: float, lasts: bool) -> None:
     """Of ln(1.2) that was expected; 0.1 more counts as expected and kept before anything is known."""
-    found = begun(archived=True, gain=0.2)
+    found = begun(train_on=False, gain=0.2)
     before = [20.0] * 64
     found.settle(fresh({V1: before, V2: [x / ratio for x in before]}))
     found.end()
@@ -259,12 +259,12 @@ def test_a_win_lasted_if_it_kept_a_sixth(ratio: float, lasts: bool) -> None:
 
 
 def test_wins_of_versions_that_were_deleted_are_forgotten() -> None:
-    found = begun(archived=True)
+    found = begun(train_on=False)
     found.settle(claim(8, 1 / 1.5))
     found.end()
     assert not found.lasts(V2)
     found._lineage.there = {V1, V3}  # type: ignore[attr-defined]
-    found.begin(V3, V1, chosen(archived=True))
+    found.begin(V3, V1, chosen(train_on=False))
     found.settle(fresh({V1: [20.0] * 8, V3: [18.0, 19.0] * 4}))
     found.end()
     assert set(found.state["won"]) == {V3}
@@ -272,7 +272,7 @@ def test_wins_of_versions_that_were_deleted_are_forgotten() -> None:
 
 def test_it_survives_a_checkpoint() -> None:
     """All of it but the claims that are pooled: they are scored again after a restart, or not at all."""
-    found = begun(archived=True, gain=0.1)
+    found = begun(train_on=False, gain=0.1)
     found.settle(claim(8, 1.1))
     found.end()
     found.begin(V2, V1, chosen())

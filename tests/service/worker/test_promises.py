@@ -12,7 +12,6 @@ from worker_fixtures import Bench
 
 from benchmarks.promises import COURSES, play
 from service.monitor.events import GateEvidence
-from service.worker.promotion.outcomes import Chosen
 from service.worker.promotion.promises import Kept, Promise
 
 RUNS = 200
@@ -103,13 +102,19 @@ def test_what_promises_kept_survives_a_restart(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "chosen"),
+    ("facts", "promise"),
     [
-        ({"gain": 0.1, "promised": 0.08, "judged_to": "7-0"}, Chosen(0.1, 0.08, "7-0", archived=False, train_on=True)),
-        ({"gain": 0.1, "promised": 0.1, "train_on": True}, Chosen(0.1, 0.1, None, archived=True, train_on=True)),
-        ({"gain": 0.1, "judged_to": "7-0", "train_on": False}, Chosen(0.1, 0.1, "7-0", archived=True, train_on=False)),
+        ({"gain": 0.1, "promised": 0.08, "judged_to": "7-0"}, (0.08, 0.1, "7-0", False)),
+        ({"gain": 0.1, "train_on": True}, (0.1, 0.1, None, True)),
+        ({"gain": 0.1, "judged_to": "7-0", "train_on": False}, (0.1, 0.1, "7-0", True)),
     ],
     ids=["the candidate", "archived, and better than the candidate", "archived, and no better"],
 )
-def test_what_was_promoted_is_read_from_its_evidence(facts: dict[str, Any], chosen: Chosen) -> None:
-    assert Chosen.of(GateEvidence(**facts)) == chosen
+def test_what_was_promised_is_read_from_the_evidence(
+    bench: Bench, facts: dict[str, Any], promise: tuple[float, float, str | None, bool]
+) -> None:
+    bench.begin()
+    gate = bench.worker().learner.gate
+    gate.promoted("v000002-a", "v000001-a", GateEvidence(**facts))
+    kept = gate.state["promise"]
+    assert (kept["promised"], kept["expected"], kept["after"], kept["archived"]) == promise
