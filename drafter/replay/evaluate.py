@@ -30,12 +30,12 @@ class Evaluation:
         """All replays by the name that tables give them."""
         return {"drafter": self.drafter, "n-gram": self.ngram}
 
-    def summary(self, level: float = 0.95) -> dict[str, Any]:
-        """Every figure as plain numbers, ready for JSON; nan becomes None."""
+    def summary(self) -> dict[str, Any]:
+        """Every figure as plain numbers, ready for JSON; nan becomes None. Intervals are of 95 %."""
         figures = {
             name: {
                 "alpha": _plain(one.alpha),
-                "interval": [_plain(x) for x in one.interval(level, self.groups)],
+                "interval": [_plain(x) for x in one.interval(groups=self.groups)],
                 "rounds": float(one.rounds.sum()),
                 "position_acceptance": [_plain(x) for x in one.position_acceptance.tolist()],
                 "conditional_acceptance": [_plain(x) for x in one.conditional_acceptance.tolist()],
@@ -49,7 +49,6 @@ class Evaluation:
             "tokens_by_rounds": float(self.drafter.tokens.sum()),
             "policy_versions": list(self.policy_versions),
             "depth": self.drafter.depth,
-            "level": level,
             "drafters": figures,
         }
 

@@ -284,13 +284,12 @@ class StateRequest(BaseModel):
     state: State
     reason: str = Field(min_length=1, max_length=400)
     by: str | None = Field(None, min_length=1, max_length=80, description="Who wants it, for people to read.")
-    instead_of: State | None = Field(None, description="The state that the run must be in; 409 where it is not.")
 
 
 @router.patch(
     "/runs/{run}",
     response_model=None,
-    responses={200: {"model": RunAnswer}, 409: {"description": "The run is not in the state `instead_of`."}},
+    responses={200: {"model": RunAnswer}},
     openapi_extra=json_body(StateRequest),
 )
 async def patch_run(run: str, request: Request, context: Context) -> dict[str, Any]:
@@ -304,9 +303,7 @@ async def patch_run(run: str, request: Request, context: Context) -> dict[str, A
     await context.redis.check()
     body = await parse_body(request, StateRequest)
     audit(request, body.state, reason=body.reason)
-    change = await context.locking(
-        change_state, context.layout, run, body.state, body.reason, body.by, instead_of=body.instead_of
-    )
+    change = await context.locking(change_state, context.layout, run, body.state, body.reason, body.by)
     log.warning("run %s is %s now, by %r: %r", run, change.state, change.by or "a person", change.reason)
     return await describe(context, run)
 

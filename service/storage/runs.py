@@ -436,20 +436,15 @@ def read_state(layout: Layout, run: str) -> RunState:
     return found
 
 
-def change_state(
-    layout: Layout, run: str, state: State, reason: str, by: str | None = None, *, instead_of: State | None = None
-) -> RunState:
+def change_state(layout: Layout, run: str, state: State, reason: str, by: str | None = None) -> RunState:
     """Write down what a person wants of a run, and an event in its history. Blocks.
 
-    To ask for the state that it is in gives that another reason. `instead_of`: the state that the run must be in;
-    RunConflict where it is in another one.
+    To ask for the state that it is in gives that another reason.
     """
 
     def work(now: Layout) -> RunState:
         load_run(now, run)
         before = read_state(now, run)
-        if instead_of not in (None, before.state):
-            raise RunConflict(f"run {run!r} is {before.state}, not {instead_of}: nothing was changed")
         if before.since is not None and (before.state, before.reason, before.by) == (state, reason, by):
             return before
         since = before.since if before.state == state else None

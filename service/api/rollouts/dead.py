@@ -88,14 +88,8 @@ async def retry_dead(
     request: Request,
     response: Response,
     context: Context,
-    letter_id: str | None = Query(
-        None, min_length=1, max_length=64, description="Of the death that you saw, as `dead` lists it."
-    ),
 ) -> PutBack:
-    """Put a dead batch back into the queue. Rollouts that came again are left out.
-
-    With `letter_id` it is put back once for that death, however often and however late the call is repeated.
-    """
+    """Put a dead batch back into the queue. Rollouts that came again are left out."""
     audit(request, "put back", batch_id=batch_id)
     settings, batch = context.settings, await _batch(context, run, batch_id)
     check_open(context.layout, run, for_rollouts=True)
@@ -105,12 +99,11 @@ async def retry_dead(
             there = await asyncio.to_thread(context.kept.holds, run, batch["blob"])
         if not there:
             raise _gone(run, batch_id)
-    seen = batch if letter_id is None else {**batch, "letter_id": letter_id}
     queue, size = context.queue(run), int(batch["bytes"])
     held, dead = (await queue.depth()).bytes + size, await queue.dead_file_bytes() - size  # the disk has its file
     limit_bytes = context.disk.queue_limit_bytes(held, run, max(dead, 0))
     outcome = await context.dead(run).put_back(
-        batch_id, seen, max_items=settings.queue_max_items, max_bytes=limit_bytes
+        batch_id, batch, max_items=settings.queue_max_items, max_bytes=limit_bytes
     )
     if outcome.outcome == "full":
         raise queue_full(context, run, outcome.held, size, limit_bytes)

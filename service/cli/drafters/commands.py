@@ -128,7 +128,6 @@ def evaluate(
     ] = None,
     depth: Annotated[int, typer.Option(min=1, max=16, help="Tokens drafted per round.")] = 4,
     drafting: Annotated[str, typer.Option(help="How drafts are sampled: probabilistic or greedy.")] = "probabilistic",
-    level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Confidence level of the intervals.")] = 0.95,
     state_dir: Annotated[Path | None, typer.Option(help="The service's state directory.")] = None,
     from_: From = None,
     aux_layers: AuxLayers = None,
@@ -159,7 +158,7 @@ def evaluate(
         )
         gap = _mean_gap(gaps)
         if as_json:
-            told = {"files": len(files), **result.summary(level), "logprob_gap_nats": gap}
+            told = {"files": len(files), **result.summary(), "logprob_gap_nats": gap}
             typer.echo(json.dumps(told, indent=1))
             return
         if gap is not None and not gap <= (limit := Settings().logprob_gap_nats):
@@ -167,7 +166,7 @@ def evaluate(
                 "These figures mean nothing: log-probabilities as sent and as the features give them differ by "
                 f"{gap:.2f} nats on average (limit {limit:g}). The worker ends such batches as dead letters."
             )
-        for line in table(result, len(files), level):
+        for line in table(result, len(files)):
             typer.echo(line)
 
 

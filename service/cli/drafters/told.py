@@ -70,16 +70,16 @@ def mtp_facts(source: Path) -> dict[str, Any]:
     }
 
 
-def table(result: Evaluation, files: int, level: float = 0.95) -> Iterator[str]:
+def table(result: Evaluation, files: int) -> Iterator[str]:
     """The report, line by line: one row per drafter, then one per position."""
-    facts = result.summary(level)
+    facts = result.summary()
     low, high = facts["policy_versions"]
     yield (
         f"{facts['rollouts']} rollouts of {facts['prompts']} prompts in {files} files, policy versions {low} to "
         f"{high}, {facts['tokens_by_rounds']:.0f} tokens emitted by rounds of depth {facts['depth']}"
     )
     yield ""
-    yield f"{'':<20}{'α':>8}   {f'{level:.0%} interval':<18}{'rounds':>10}"
+    yield f"{'':<20}{'α':>8}   {'95% interval':<18}{'rounds':>10}"
     for name, figures in facts["drafters"].items():
         interval = f"[{_number(figures['interval'][0])}, {_number(figures['interval'][1])}]"
         yield f"{name:<20}{_number(figures['alpha']):>8}   {interval:<18}{figures['rounds']:>10.0f}"

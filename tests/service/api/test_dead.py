@@ -451,28 +451,6 @@ def test_a_file_that_is_deleted_while_it_is_asked_for_is_gone(
     assert service.client.get(f"{DEAD}/{batch_id}/file").status_code == 410
 
 
-def test_who_saw_an_earlier_death_does_not_put_it_back_after_the_next(bench: Bench, serve: Serve) -> None:
-    service = serve()
-    bench.begin()
-    (batch_id,) = die(bench, service, "bad")
-
-    def letter() -> str:
-        (listed,) = httpx.get(f"{service.url}{DEAD}").json()["dead"]
-        return str(listed["letter_id"])
-
-    def ask(**seen: str) -> bool:
-        return bool(httpx.post(f"{service.url}{DEAD}/{batch_id}/retry", params=seen).json()["put_back"])
-
-    first = letter()
-    assert [ask(letter_id=first), ask(letter_id=first)] == [True, False]
-    bench.drain(bench.worker())
-    assert bench.state(batch_id) == "dead"
-    none = httpx.post(f"{service.url}{DEAD}/{batch_id}/retry", params={"letter_id": ""})
-    assert none.status_code == 422, "to the queue that would be a new upload, of a damaged file's batch say"
-    assert [ask(letter_id=first), ask(letter_id=letter()), ask()] == [False, True, False]
-    assert check_ledger(bench)["put_back_total"] == 2
-
-
 def test_the_command_lists_saves_puts_back_and_discards(bench: Bench, serve: Serve, tmp_path: Path) -> None:
     service = serve()
     bench.begin()

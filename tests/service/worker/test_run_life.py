@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -52,7 +51,7 @@ def until_published(bench: Bench, service: RunningService, name: str, after: int
 def looked(bench: Bench) -> tuple[str, int]:
     """What the worker's checkpoint says of the gate: the version that all trials are against, and looks so far."""
     gate = json.loads((bench.checkpoint() / "state.json").read_text())["gate"]
-    return gate["served"], gate["trials"]["candidate"]["looks"]
+    return gate["served"], gate["trials"]["candidate"]["spent"]["looks"]
 
 
 def become(service: RunningService, state: str, run: str = "default") -> dict[str, Any]:
@@ -109,7 +108,7 @@ def test_a_publish_that_races_a_hold_loses_and_its_look_is_not_counted(
         assert served is not None
         raced.append(registry.hold("default", served.version, "just now"))
         looks = worker.learner.gate.state["trials"]
-        assert looks["candidate"]["looks"] > 0, "it was looked at"
+        assert looks["candidate"]["spent"]["looks"] > 0, "it was looked at"
         return publish(self, run, staged, **facts)
 
     monkeypatch.setattr(Registry, "publish", late)
@@ -122,7 +121,7 @@ def test_a_publish_that_races_a_hold_loses_and_its_look_is_not_counted(
             break
     assert len(raced) == 1
     after = worker.learner.gate.state
-    assert after["trials"]["candidate"]["looks"] == before["trials"]["candidate"]["looks"]
+    assert after["trials"]["candidate"]["spent"] == before["trials"]["candidate"]["spent"]
     assert len(registry.versions("default")) == 1, "what was staged has gone"
     assert registry.held("default") is not None
 
@@ -357,9 +356,7 @@ def test_one_runs_state_is_not_the_others(bench: Bench, service: RunningService,
     assert service.client.get(f"/rollouts/{batches['one']}?run=one").json()["state"] == "queued"
 
 
-def test_another_api_process_obeys_at_once_and_two_people_do_not_overwrite_each_other(
-    bench: Bench, service: RunningService
-) -> None:
+def test_another_api_process_obeys_at_once(bench: Bench, service: RunningService) -> None:
     bench.begin()
     other = RunningService(state_dir=bench.layout.root, redis_url=bench.redis_url)
     try:
@@ -367,22 +364,6 @@ def test_another_api_process_obeys_at_once_and_two_people_do_not_overwrite_each_
         assert post(bench, service, "a").status_code == 409
     finally:
         other.stop()
-    wanted = {"state": "active", "reason": "x", "instead_of": "paused"}
-    reply = service.client.patch("/runs/default", json=wanted)
-    assert reply.status_code == 409
-    assert "is draining, not paused" in reply.json()["detail"]
-    outcomes: list[int] = []
-
-    def ask(state: str) -> None:
-        body = {"state": state, "reason": "x", "instead_of": "draining"}
-        outcomes.append(httpx.patch(f"{service.url}/runs/default", json=body, timeout=60).status_code)
-
-    threads = [threading.Thread(target=ask, args=(state,)) for state in ("active", "paused", "archived")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(outcomes) == [200, 409, 409]
 
 
 def test_a_state_that_cannot_be_read_pauses_the_run_and_says_so(bench: Bench, service: RunningService) -> None:
