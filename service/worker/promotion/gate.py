@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
 import numpy as np
@@ -99,7 +99,7 @@ class Gate:
             "trials": {version: trial.to_json() for version, trial in self._trials.items()},
             "level": self.archive.level.to_json(),
             **self.outcomes.state,
-            **self.training.state,
+            **asdict(self.training),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -109,7 +109,7 @@ class Gate:
         self._trials = {version: Trial.from_json(trial) for version, trial in state["trials"].items()}
         self.archive.begin(Level(**state["level"] or {}))
         self.outcomes.restore(state)
-        self.training = Training.from_state(state)
+        self.training = Training(**{one.name: state[one.name] for one in fields(Training)})
 
     def trained(self, seconds: float | None, policy_version: int, share: float = 1.0) -> None:
         """Note that the candidate was trained on that policy's rollouts, for a share of a whole training.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Final
 
 #: Trainings in a row that nothing could judge, after which none is made. Siblings of one step may come in many claims.
 UNJUDGED_TRAININGS: Final = 64
@@ -48,14 +47,3 @@ class Training:
     def lacks(self, rollouts: int, more: int = 0) -> bool:
         """Whether it waits for a verdict, and was judged on fewer than `rollouts`, these `more` included."""
         return self.seconds is not None and self.tested + more < rollouts
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """Plain JSON values, as a checkpoint names them."""
-        named = {"trained_to": self.trained_to, "untested": self.seconds, "done": self.done, "tested": self.tested}
-        return {**named, "unjudged": self.unjudged}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """Of what `state` gave."""
-        return cls(*(state[name] for name in ("trained_to", "untested", "done", "tested", "unjudged")))
