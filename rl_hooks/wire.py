@@ -64,6 +64,8 @@ RUN_FORMAT: Final = "draftalign.run.v1"
 HEAD_FORMAT: Final = "draftalign.head.v1"
 DRAFTER_FORMAT: Final = "draftalign.drafter.v1"
 CONTENT_TYPE: Final = "application/x-safetensors"
+#: Of an integer in a file's metadata, such as a policy version: a float64 holds each such number exactly.
+INTEGER_DIGITS: Final = 15
 #: A feature layer is named by the layer whose *input* it is: the residual stream entering it, before its norm.
 AUX_CONVENTION: Final = "entering"
 
@@ -384,8 +386,8 @@ def _text_field(meta: Mapping[str, str], key: str) -> str:
 def int_field(meta: Mapping[str, str], key: str) -> int:
     """A count of a file's metadata; raises WireError that names `key`."""
     text = _text_field(meta, key)
-    if not (text.isascii() and text.isdigit() and len(text) <= 15):
-        raise WireError(key, f"must be a non-negative integer, got {text[:40]!r}")
+    if not (text.isascii() and text.isdigit() and len(text) <= INTEGER_DIGITS):
+        raise WireError(key, f"must be an integer from 0 on, of at most {INTEGER_DIGITS} digits, got {text[:40]!r}")
     return int(text)
 
 

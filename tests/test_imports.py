@@ -89,7 +89,8 @@ def tops(path: Path) -> set[str]:
 
 
 def files(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+    of_a_wheel = ROOT / package / "build"  # that `pip install ./rl_hooks` left here
+    return sorted(path for path in (ROOT / package).rglob("*.py") if not path.is_relative_to(of_a_wheel))
 
 
 def module_of(name: str) -> Path | None:
@@ -293,7 +294,7 @@ def test_the_licence_that_is_declared_is_there(directory: str) -> None:
 def test_the_small_distribution_has_every_package() -> None:
     """Its packages are listed by hand: the folder is the package itself, where setuptools would find none."""
     listed = tomllib.loads((ROOT / "rl_hooks/pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    rooms = {path.parent.relative_to(ROOT) for path in (ROOT / "rl_hooks").rglob("__init__.py")}
+    rooms = {path.parent.relative_to(ROOT) for path in files("rl_hooks") if path.name == "__init__.py"}
     assert sorted(listed) == sorted(".".join(room.parts) for room in rooms)
     assert {path.parent.relative_to(ROOT) for path in files("rl_hooks")} == rooms, (
         "a folder of code without __init__.py"

@@ -289,13 +289,14 @@ def _stratum(name: str) -> str:
 
 
 def checked_version(policy_version: Any) -> int:
-    """A policy version of any kind of integer. Raises RolloutError for what is none, or below 0."""
+    """A policy version of any kind of integer. Raises RolloutError for what is none, or none that a file can hold."""
     try:
         version = operator.index(policy_version)
     except TypeError:
         version = -1
-    if version < 0:
-        raise RolloutError(f"policy_version must be an integer from 0 on, got {policy_version!r}")
+    if not 0 <= version < 10**wire.INTEGER_DIGITS:
+        expected = f"an integer from 0 on, of at most {wire.INTEGER_DIGITS} digits"
+        raise RolloutError(f"policy_version must be {expected}, got {policy_version!r}")
     return version
 
 

@@ -82,4 +82,4 @@ def test_nodes_that_share_only_an_object_store_lose_nothing_and_its_keys_come_wi
 
 def test_an_actor_has_what_its_class_was_extended_by_after_ray_had_decorated_it(tmp_path: Path) -> None:
     ACTORS.run(tmp_path)
-    assert json.loads((tmp_path / "found.json").read_text()) == [True] * 5
+    assert json.loads((tmp_path / "found.json").read_text()) == [True] * 6

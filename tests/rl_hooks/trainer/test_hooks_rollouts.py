@@ -319,23 +319,23 @@ def test_that_rollouts_are_longer_than_the_budget_is_said_once(
     hook.close()
 
 
-@pytest.mark.parametrize("version", [np.int64(3), torch.tensor(3), 3])
+@pytest.mark.parametrize("version", [np.int64(3), torch.tensor(3), 3, 10**15 - 1])
 def test_a_policy_version_may_be_any_kind_of_integer(service: Receiver, tmp_path: Path, version: Any) -> None:
     model, batch = tiny(), padded_batch(LENGTHS)
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), policy_version=version, strict=True)
     run_once(hook, model, batch, version=version)
-    assert wire.check_rollout_header(sent_file(service, hook, tmp_path).header).policy_version == 3
+    assert wire.check_rollout_header(sent_file(service, hook, tmp_path).header).policy_version == int(version)
     hook.close()
 
 
-@pytest.mark.parametrize("version", [-1, 3.0, None, torch.tensor(2.0)])
+@pytest.mark.parametrize("version", [-1, 3.0, None, torch.tensor(2.0), 10**15])
 def test_a_policy_version_that_is_no_count_is_refused_by_name(service: Receiver, version: Any) -> None:
     model, batch = tiny(), padded_batch(LENGTHS)
-    with pytest.raises(RolloutError, match="policy_version must be an integer from 0 on, got"):
+    with pytest.raises(RolloutError, match="policy_version must be an integer from 0 on, of at most 15 digits, got"):
         DrafterHook(model, service.url, aux_layers=(1, 2, 3), policy_version=version)
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
     run_once(hook, model, batch, version=version)
-    assert "policy_version must be an integer from 0 on, got" in hook.stats()["last_failure"]
+    assert "policy_version must be an integer from 0 on, of at most 15 digits, got" in hook.stats()["last_failure"]
     assert hook.flush(20)
     assert [request.method for request in service.requests] == ["PUT"], "no head, and no rollouts"
     hook.close()
