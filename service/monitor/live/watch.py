@@ -113,7 +113,7 @@ class Watch:
 
 def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRule) -> Watch:
     """Judge all engines: their blocks by reporter, oldest first."""
-    sent, replays = replays.answered, replays.with_counts_of(engines.values())
+    replays = replays.with_counts_of(engines.values())
     findings = {reporter: find_difference(blocks, replays, rule) for reporter, blocks in engines.items() if blocks}
     judged = {r: f for r, f in findings.items() if f.kind != "unknown"}
     above = [f.blocks for f in judged.values() if f.kind == "above"]
@@ -122,7 +122,7 @@ def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRu
         chain.from_iterable(above), replays, rule, suffixes=False
     )
     alive = {reporter: engines[reporter] for reporter, found in judged.items() if found.kind != "dead"}
-    unsent = all_low and _unsent_prompts_explain(alive, sent, replays, rule)
+    unsent = all_low and _unsent_prompts_explain(alive, replays, rule)
     verdicts = []
     for reporter, found in sorted(findings.items()):
         beside = [other for name, other in judged.items() if name != reporter]
@@ -193,21 +193,20 @@ def _are_all_low(
     return not explained_by_prompts(chain.from_iterable(since.values()), replays, rule, suffixes=False)
 
 
-def _unsent_prompts_explain(
-    engines: Mapping[str, Sequence[Block]], sent: Mapping[int | None, float], replays: Replays, rule: LiveRule
-) -> bool:
-    """Whether all engines may be low because the trainer does not send its hardest prompts. `sent`: `Replays.answered`.
+def _unsent_prompts_explain(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRule) -> bool:
+    """Whether all engines may be low because the trainer does not send its hardest prompts.
 
-    So it may be where scored batches hold fewer tokens than engines emitted, no engine counts by prompt, and the first
+    So it may be where hooks were offered fewer tokens than engines emitted, no engine counts by prompt, and the first
     drafter version lies as far below replay as each later one. With wrong features each training makes it worse. Of the
     oldest and the newest policy version that were scored a part may be missing: their tokens are not compared.
     """
     every = chain.from_iterable(engines.values())
     matched = [found for block in every if (found := at_common_depth(block, replays, rule)) is not None]
-    policies = {one.block.policy_version for one in matched} & {*sorted(p for p in sent if p is not None)[1:-1]}
-    in_batches = math.fsum(sent.get(policy, 0.0) for policy in policies)
+    told = sorted(policy for policy in replays.offered if policy is not None)
+    policies = {one.block.policy_version for one in matched} & {*told[1:-1]}
+    offered = math.fsum(replays.offered[policy] for policy in policies)
     emitted = math.fsum(replays.answered[policy] for policy in policies)
-    if any(one.block.by_prompt for one in matched) or not 0 < in_batches < COVERED * emitted:
+    if any(one.block.by_prompt for one in matched) or not 0 < offered < COVERED * emitted:
         return False
     versions = defaultdict[str, list[Matched]](list)
     for one in sorted(matched, key=lambda one: one.block.policy_version):
