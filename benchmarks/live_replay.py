@@ -386,7 +386,9 @@ class Simulation:
         names = [self._names[prompt] for prompt in sent]
         scored = self._scored(step, found, tokens, self._world.siblings, names if len(names) <= 64 else [])
         answers = len(sent) * ROLLOUTS_PER_PROMPT if self._world.taken < 1.0 else None
-        return replace(scored, tokens=int(self._tokens[sent].sum()), rollouts=answers, offered=answers and offered)
+        return replace(
+            scored, tokens=int(self._tokens[sent].sum()), rollouts=answers, offered=offered if answers else None
+        )
 
     def _scored(self, step: int, found: Floats, tokens: Floats, siblings: int, names: Sequence[str]) -> ScoreRecord:
         survived = np.cumprod(found, axis=1)
