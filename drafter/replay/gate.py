@@ -56,8 +56,8 @@ _VARIANCES_BEFORE: Final = (_CLAIMS_BEFORE - 2.0) * _CLAIM_SD_BEFORE**2
 #: Observations that are remembered, and the standard deviation that one counts for at most.
 _CLAIMS_MEMORY: Final = 32.0
 _LARGEST_CLAIM_SD: Final = 0.03
-#: For the promise, the error of few prompts is widened as for a gain of so many standard errors at most: widened
-#: further, it would shrink the surest gains the most.
+#: For the promise, the error of few prompts is widened as for a gain of this number of standard errors at most. Widened
+#: further it would shrink the surest gains the most.
 _SURE: Final = 5.0
 #: The policy moves, so the looks at an untrained challenger go out of date. Together they weigh as much as
 #: `_MEMORY_LOOKS` new ones at most, and nothing once a look is `_BREAK` standard deviations above the expectation.
