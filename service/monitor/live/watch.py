@@ -37,12 +37,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final, Literal
 
-from service.monitor.live.blocks import Block
+from service.monitor.live.blocks import KEPT_BLOCKS, Block
 from service.monitor.live.engine import (
     SIGMAS,
     Finding,
@@ -113,7 +113,7 @@ class Watch:
 
 def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRule) -> Watch:
     """Judge all engines: their blocks by reporter, oldest first."""
-    replays = replays.with_counts_of(engines.values())
+    sent, replays = replays.answered, replays.with_counts_of(engines.values())
     findings = {reporter: find_difference(blocks, replays, rule) for reporter, blocks in engines.items() if blocks}
     judged = {r: f for r, f in findings.items() if f.kind != "unknown"}
     above = [f.blocks for f in judged.values() if f.kind == "above"]
@@ -122,7 +122,11 @@ def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRu
         chain.from_iterable(above), replays, rule, suffixes=False
     )
     alive = {reporter: engines[reporter] for reporter, found in judged.items() if found.kind != "dead"}
-    unsent = all_low and _unsent_prompts_explain(alive, replays, rule)
+    unsent = (
+        all_low
+        and _unsent_prompts_explain(alive, sent, replays, rule)
+        and not _all_was_offered(engines.values(), sent, replays)
+    )
     verdicts = []
     for reporter, found in sorted(findings.items()):
         beside = [other for name, other in judged.items() if name != reporter]
@@ -193,20 +197,21 @@ def _are_all_low(
     return not explained_by_prompts(chain.from_iterable(since.values()), replays, rule, suffixes=False)
 
 
-def _unsent_prompts_explain(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRule) -> bool:
-    """Whether all engines may be low because the trainer does not send its hardest prompts.
+def _unsent_prompts_explain(
+    engines: Mapping[str, Sequence[Block]], sent: Mapping[int | None, float], replays: Replays, rule: LiveRule
+) -> bool:
+    """Whether all engines may be low because the trainer does not send its hardest prompts. `sent`: `Replays.answered`.
 
-    So it may be where hooks were offered fewer tokens than engines emitted, no engine counts by prompt, and the first
+    So it may be where scored batches hold fewer tokens than engines emitted, no engine counts by prompt, and the first
     drafter version lies as far below replay as each later one. With wrong features each training makes it worse. Of the
     oldest and the newest policy version that were scored a part may be missing: their tokens are not compared.
     """
     every = chain.from_iterable(engines.values())
     matched = [found for block in every if (found := at_common_depth(block, replays, rule)) is not None]
-    told = sorted(policy for policy in replays.offered if policy is not None)
-    policies = {one.block.policy_version for one in matched} & {*told[1:-1]}
-    offered = math.fsum(replays.offered[policy] for policy in policies)
+    policies = {one.block.policy_version for one in matched} & _scored_whole(sent)
+    in_batches = math.fsum(sent[policy] for policy in policies)
     emitted = math.fsum(replays.answered[policy] for policy in policies)
-    if any(one.block.by_prompt for one in matched) or not 0 < offered < COVERED * emitted:
+    if any(one.block.by_prompt for one in matched) or not 0 < in_batches < COVERED * emitted:
         return False
     versions = defaultdict[str, list[Matched]](list)
     for one in sorted(matched, key=lambda one: one.block.policy_version):
@@ -216,6 +221,22 @@ def _unsent_prompts_explain(engines: Mapping[str, Sequence[Block]], replays: Rep
         one.log_ratio - stretches[0].log_ratio < -SIGMAS * math.hypot(one.error, stretches[0].error)
         for one in stretches[1:]
     )
+
+
+def _all_was_offered(engines: Collection[Sequence[Block]], sent: Mapping[int | None, float], replays: Replays) -> bool:
+    """Whether the trainer's hooks drew their batches from all that engines emitted, so that nobody left prompts out.
+
+    Of the oldest policy version of an engine whose blocks are full a part is not known any more.
+    """
+    cut = {blocks[0].policy_version for blocks in engines if len(blocks) >= KEPT_BLOCKS}
+    policies = {block.policy_version for blocks in engines for block in blocks} & _scored_whole(sent) - cut
+    emitted = math.fsum(replays.answered[policy] for policy in policies)
+    return 0 < COVERED * emitted <= math.fsum(replays.offered[policy] for policy in policies)
+
+
+def _scored_whole(sent: Mapping[int | None, float]) -> set[int]:
+    """Policy versions whose batches were scored: all but the oldest and the newest, of which a part may be missing."""
+    return {*sorted(policy for policy in sent if policy is not None)[1:-1]}
 
 
 def _name_verdict(

@@ -86,7 +86,7 @@ def test_a_trainer_that_offered_all_of_it_to_its_hook_has_left_nothing_out() -> 
     low = [sound(1024, factor=0.5) for _ in range(4)]
     times = 2 * sum(one.tokens for one in low) / (100 * sum(ALPHAS[:8]))  # what both engines emitted, over the batch
 
-    def held(answers: float, tokens: float) -> bool:
+    def held(answers: float, tokens: float, low: list[Block] = low) -> bool:
         """Whether publishing is, if batches were drawn from so many times the answers and tokens that make all."""
         scored = [score(policy, ALPHAS[:8]) for policy in range(3)]
         all_ = 64 * times, times * 100 * sum(ALPHAS[:8]) + 64 * times
@@ -99,6 +99,10 @@ def test_a_trainer_that_offered_all_of_it_to_its_hook_has_left_nothing_out() -> 
     assert not held(0.8, 1.0), "what was sent is of shorter answers"
     assert not held(1.2, 1.0), "longer"
     assert held(0.95, 1.0)
+    full = [replace(one, rounds=128, tokens=one.tokens // 8, drafted=512) for one in low for _ in range(8)]
+    full = [replace(one, accepted=tuple(n // 8 for n in one.accepted)) for one in full]
+    assert held(1.0, 1.0, full[1:]), "nothing of it is lost"
+    assert not held(1.0, 1.0, full), "of 32 blocks the oldest may be the rest of a policy version"
 
 
 def test_a_gap_that_grows_with_each_drafter_is_not_of_prompts_that_were_not_sent() -> None:
