@@ -65,6 +65,8 @@ class World:
     very_hard: float = 0.0  # share of the prompts that are three lower in log odds
     silent: tuple[int, ...] = ()  # engines that report nothing
     dropped: float = 0.0  # share of the prompts that the trainer does not send: mostly the hardest
+    taken: float = 1.0  # share of the prompts that the trainer sends which its hook takes
+    sorted: bool = False  # hard prompts have long answers, and the hook takes the shortest; else it draws at random
 
 
 WORLDS = (
@@ -125,6 +127,8 @@ _DROPPED: dict[str, Any] = {"dropped": 0.6, "routing": "whole", "rounds_per_step
 SELECTED = (
     World("60 % of the prompts are not sent", **_DROPPED),
     World("60 % of the prompts are not sent, not counted by prompt", counted=False, **_DROPPED),
+    World("a quarter of the prompts is taken", counted=False, **_DROPPED | {"dropped": 0.0, "taken": 0.25}),
+    World("a quarter of the 40 % that are sent is taken", counted=False, **_DROPPED, taken=0.25),
 )
 
 
@@ -300,6 +304,8 @@ class Simulation:
             shift, length = np.array(world.kinds)[engine % len(world.kinds)].T
             self._odds += shift[:, None]
             self._tokens = np.rint(self._tokens * length[:, None]).clip(2).astype(int)
+        if world.sorted:
+            self._tokens = np.rint(self._tokens * np.exp(-prompt)[:, None]).clip(2).astype(int)
         self._engine = np.repeat(engine[:, None], size, axis=1)
         self._part = np.repeat(self._random.integers(0, world.reports_per_step, count)[:, None], size, axis=1)
         if world.routing == "spread":
@@ -369,11 +375,20 @@ class Simulation:
         if self._world.dropped:
             seen = self._odds.mean(axis=1) + self._random.normal(0.0, self._world.prompt_spread, len(sent))
             sent = np.sort(seen.argsort()[int(self._world.dropped * len(sent)) :])
+        offered = (len(sent) * ROLLOUTS_PER_PROMPT, int(self._tokens[sent].sum()))
+        if self._world.taken < 1.0:
+            count = max(1, round(self._world.taken * len(sent)))
+            lengths = self._tokens[sent].sum(axis=1)
+            drawn = lengths.argsort() if self._world.sorted else self._random.permutation(len(sent))
+            sent = np.sort(sent[drawn[:count]])
         found = odds(self._case.replay(step, shares), self._odds[sent, chosen].reshape(-1, 1))
         tokens = self._tokens[sent, chosen].reshape(-1).astype(float)
         names = [self._names[prompt] for prompt in sent]
         scored = self._scored(step, found, tokens, self._world.siblings, names if len(names) <= 64 else [])
-        return replace(scored, tokens=int(self._tokens[sent].sum()))
+        answers = len(sent) * ROLLOUTS_PER_PROMPT if self._world.taken < 1.0 else None
+        return replace(
+            scored, tokens=int(self._tokens[sent].sum()), rollouts=answers, offered=offered if answers else None
+        )
 
     def _scored(self, step: int, found: Floats, tokens: Floats, siblings: int, names: Sequence[str]) -> ScoreRecord:
         survived = np.cumprod(found, axis=1)

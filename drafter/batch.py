@@ -70,6 +70,7 @@ class RolloutBatch:
     aux_layers: tuple[int, ...] = ()  # that `aux_hidden` enters; empty: not known
     prompt_hashes: tuple[str, ...] = ()  # `wire.prompt_hash` of each rollout's full prompt; empty: of the rows here
     strata: tuple[str, ...] = ()  # the kind of each rollout's prompt; empty: not known
+    offered: tuple[int, int] | None = None  # of a file: rollouts and generated tokens that it was drawn from
     normalised: bool = True  # False: the sender never held the whole head, and `logsumexp` is all NaN
     aux_scale: Tensor | None = None  # f32[T, A] that fp8 `aux_hidden` is multiplied by; None: it is not fp8
     last_scale: Tensor | None = None  # f32[rows of last_hidden, 1], as `aux_scale`
@@ -230,6 +231,7 @@ class RolloutBatch:
             rewards=None if None in rewards else tuple(x for r in rewards if r is not None for x in r),
             prompt_hashes=tuple(h for b in batches for h in prompt_hashes(b)),
             strata=tuple(s for b in batches for s in b.strata or ("",) * b.rollouts if any(c.strata for c in batches)),
+            offered=None,
             **changes,
         )
 
@@ -335,6 +337,7 @@ def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
         aux_layers=header.aux_layers,
         prompt_hashes=header.prompt_hashes or _prompt_hashes(ids, starts, mask),
         strata=header.strata or (),
+        offered=header.offered,
         normalised="logsumexp" in file,
     )
 

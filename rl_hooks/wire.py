@@ -92,6 +92,7 @@ class RolloutHeader:
     rewards: tuple[float, ...] | None
     prompt_hashes: tuple[str, ...] | None  # one per rollout, of its full prompt; None where the sender does not say
     strata: tuple[str, ...] | None  # the kind of each rollout's prompt; None where the sender does not say
+    offered: tuple[int, int] | None  # rollouts and response tokens it was drawn from; None where nobody says
     tokens: int  # T
     rollouts: int  # R
     hidden_size: int  # H
@@ -159,6 +160,7 @@ def rollout_metadata(
     rewards: Sequence[float] | None = None,
     prompt_hashes: Sequence[str] | None = None,
     strata: Sequence[str] | None = None,
+    offered: tuple[int, int] | None = None,
     last_rows: LastRows = "all",
     extra: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
@@ -166,6 +168,8 @@ def rollout_metadata(
 
     `prompt_hashes`: `prompt_hash` of each rollout's full prompt; needed only where the file does not hold all of it.
     `strata`: the kind of each rollout's prompt (its source, say), so that another mix of kinds is no drift.
+    `offered`: how many rollouts, and response tokens of them, the sender was shown since its last file; those that it
+    sends are drawn from them whatever they say. So a reader can tell whether somebody left others out before.
     `last_rows`: those that the file's `last_hidden` and `logsumexp` have.
     """
     metadata = dict(extra or {})
@@ -188,6 +192,8 @@ def rollout_metadata(
         metadata["prompt_hashes"] = json.dumps(list(prompt_hashes))
     if strata is not None:
         metadata["strata"] = json.dumps(list(strata))
+    if offered is not None:
+        metadata["offered"] = json.dumps(list(offered))
     return metadata
 
 
@@ -210,6 +216,9 @@ def check_rollout_header(header: Header) -> RolloutHeader:
     rewards = _each(meta, "rewards", rollouts, is_finite_number, "finite number")
     prompts = _each(meta, "prompt_hashes", rollouts, is_prompt_hash, "`prompt_hash` of 16 hexadecimal digits")
     strata = _each(meta, "strata", rollouts, _is_stratum, "text of at most 64 printable characters")
+    offered = json_field(meta, "offered", list) if "offered" in meta else None
+    if offered is not None and not (is_int_list(offered) and len(offered) == 2):
+        raise WireError("offered", f"must be two integers from 0 on, got {str(offered)[:80]}")
     session = session_field(meta)
     return RolloutHeader(
         header=header,
@@ -226,6 +235,7 @@ def check_rollout_header(header: Header) -> RolloutHeader:
         rewards=None if rewards is None else tuple(float(r) for r in rewards),
         prompt_hashes=prompts,
         strata=strata,
+        offered=None if offered is None else (offered[0], offered[1]),
         tokens=tokens,
         rollouts=rollouts,
         hidden_size=hidden_size,

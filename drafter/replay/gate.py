@@ -56,6 +56,9 @@ _VARIANCES_BEFORE: Final = (_CLAIMS_BEFORE - 2.0) * _CLAIM_SD_BEFORE**2
 #: Observations that are remembered, and the standard deviation that one counts for at most.
 _CLAIMS_MEMORY: Final = 32.0
 _LARGEST_CLAIM_SD: Final = 0.03
+#: For the promise, the error of few prompts is widened as for a gain of this number of standard errors at most. Widened
+#: further it would shrink the surest gains the most.
+_SURE: Final = 5.0
 #: The policy moves, so the looks at an untrained challenger go out of date. Together they weigh as much as
 #: `_MEMORY_LOOKS` new ones at most, and nothing once a look is `_BREAK` standard deviations above the expectation.
 _MEMORY_LOOKS: Final = 64
@@ -77,6 +80,7 @@ class Look:
     alpha_challenger: float
     alpha_served: float
     fault: str = ""  # why nothing can be learnt from it; empty: something can
+    error_above: float = 0.0  # as `error`, widened as for a gain of `_SURE` at most; 0: the same
 
     @property
     def same(self) -> bool:
@@ -97,7 +101,7 @@ def compare(challenger: Replay, served: Replay, groups: npt.NDArray[np.int64] | 
     Student's t of few clusters becomes the normal deviate of the same probability (Wallace 1959), so that looks pool.
     """
     counted = int(np.count_nonzero(served.tokens))
-    fault = _fault(challenger, served, groups)
+    fault, error_above = _fault(challenger, served, groups), 0.0
     if fault:
         return Look(math.nan, math.nan, 0, counted, challenger.alpha, served.alpha, fault)
     ratio = log_ratio(served.rounds, challenger.rounds, groups)
@@ -107,8 +111,11 @@ def compare(challenger: Replay, served: Replay, groups: npt.NDArray[np.int64] | 
     elif abs(ratio.centre) < 1e-9 and error < 1e-9:
         return Look(0.0, 0.0, ratio.clusters, counted, challenger.alpha, served.alpha, _NO_DIFFERENCE)
     else:
-        error = _widened(ratio.centre, max(error, 1e-9), max(ratio.effective - 1.0, 1.0))
-    return Look(math.expm1(ratio.centre), error, ratio.clusters, counted, challenger.alpha, served.alpha, fault)
+        sampled, degrees = max(error, 1e-9), max(ratio.effective - 1.0, 1.0)
+        error = _widened(ratio.centre, sampled, degrees)
+        error_above = _widened(min(ratio.centre, _SURE * sampled), sampled, degrees)
+    gain = math.expm1(ratio.centre)
+    return Look(gain, error, ratio.clusters, counted, challenger.alpha, served.alpha, fault, error_above)
 
 
 def _widened(centre: float, error: float, degrees: float) -> float:
@@ -247,11 +254,13 @@ class LookError:
     total: float = 0.0  # error² times prompts, summed
     looks: int = 0
 
-    def take(self, look: Look) -> float:
-        """Count a look, and return its error²."""
+    def take(self, look: Look) -> tuple[float, float]:
+        """Count a look, and return its error²: as a test of no gain takes it, and as the promise does."""
+        above = max((look.error_above or look.error) ** 2, self.total / max(self.looks, 1) / look.prompts)
         self.total += look.error**2 * look.prompts
         self.looks += 1
-        return max(look.error**2, self.total / self.looks / look.prompts)
+        error2 = max(look.error**2, self.total / self.looks / look.prompts)
+        return error2, min(error2, above)
 
 
 @dataclass(slots=True)
@@ -354,10 +363,10 @@ class Trial:
             self.promise.learn(0.0, CLAIM_SD**2)
         if look.fault:
             return
-        error2 = self.look_error.take(look)
+        error2, told2 = self.look_error.take(look)
         self.spent.spend(look.log_gain / math.sqrt(error2 + self.claims.sd**2), look.prompts)
         self.claims.learn(look.log_gain, error2)  # after `spend`: a look must not change the error that judges it
-        self.promise.learn(look.log_gain, error2 + CLAIM_SD**2)
+        self.promise.learn(look.log_gain, told2 + CLAIM_SD**2)
 
     def next(self) -> Trial:
         """The same challenger's trial against another served drafter. How much it moves and varies stays known."""

@@ -9,8 +9,9 @@ import hashlib
 import operator
 import os
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import zlib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Final, Required, TypedDict
 
@@ -110,6 +111,7 @@ class BatchPlan:
     top_p: float
     top_k: int
     prompt_hashes: tuple[str, ...] | None = None  # None: told from the tokens
+    offered: tuple[int, int] = (0, 0)  # rollouts and generated tokens that these and those left out at random have
 
     def scored(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Which of these N rows precede a token that the policy generated, and that token."""
@@ -147,6 +149,7 @@ class BatchPlan:
             rewards=None if self.rewards is None else self.rewards[chosen],
             strata=None if self.strata is None else self.strata[chosen],
             prompt_hashes=None if self.prompt_hashes is None else self.prompt_hashes[chosen],
+            offered=(0, 0) if first else self.offered,  # said once
         )
 
 
@@ -230,6 +233,14 @@ class VersionOrder:
         return False
 
 
+@dataclass(slots=True)
+class _Budget:
+    """Of one policy version: tokens that were taken, and what was offered, by id or content."""
+
+    spent_tokens: int = 0
+    offered: set[Hashable] = field(default_factory=set)
+
+
 class RolloutChoice:
     """Samples a fraction of the rollouts, at most `max_tokens_per_step` tokens of each policy version."""
 
@@ -238,8 +249,9 @@ class RolloutChoice:
             raise ValueError("sample_fraction must be in (0, 1] and max_tokens_per_step at least 2")
         self._fraction, self._max_tokens = sample_fraction, max_tokens_per_step
         self.tally = tally
-        self._spent_tokens: dict[int, int] = {}  # by policy version, the newest used last
+        self._budgets: dict[int, _Budget] = {}  # by policy version, the newest used last
         self._versions = VersionOrder()
+        self._offered_rollouts = self._offered_tokens = 0
 
     def choose(
         self,
@@ -247,16 +259,25 @@ class RolloutChoice:
         tokens_B: Sequence[int],
         generated_B: Sequence[int],
         policy_version: int,
+        known_as: Sequence[Hashable] | None = None,
     ) -> list[int]:
         """The sampled rollouts that fit into the rest of this policy version's budget, in batch order.
 
-        `tokens_B`, `generated_B`: how many tokens each has, and how many of them the policy generated.
+        `tokens_B`, `generated_B`: how many tokens each has, and how many of them the policy generated. `known_as`: what
+        is the same when a rollout comes again, if not its name.
         """
         if self._versions.went_back(policy_version):
-            self._spent_tokens.clear()  # the versions that come again are of other weights
-        spent_tokens = self._spent_tokens.pop(policy_version, 0)
+            self._budgets.clear()  # the versions that come again are of other weights
+        budget = self._budgets.pop(policy_version, None) or _Budget()
+        spent_tokens = budget.spent_tokens
         first = {name: b for b, name in reversed([*enumerate(names)])}  # an id counts once, in one batch too
         usable = [b for b, name in enumerate(names) if tokens_B[b] >= 2 and generated_B[b] and first[name] == b]
+        for b in usable:
+            known = names[b] if known_as is None else known_as[b]
+            if int(tokens_B[b]) <= self._max_tokens and known not in budget.offered:
+                budget.offered.add(known)
+                self._offered_rollouts += 1
+                self._offered_tokens += int(generated_B[b])
         place = {b: sampling_position(names[b], "sample") for b in usable}
         sampled = sorted((b for b in usable if place[b] < self._fraction), key=place.__getitem__)
         chosen: list[int] = []
@@ -274,13 +295,20 @@ class RolloutChoice:
                 continue
             spent_tokens += int(tokens_B[b])
             chosen.append(b)
-        self._spent_tokens[policy_version] = spent_tokens
-        if len(self._spent_tokens) > _VERSIONS:
-            del self._spent_tokens[next(iter(self._spent_tokens))]
+        budget.spent_tokens = spent_tokens
+        self._budgets[policy_version] = budget
+        if len(self._budgets) > _VERSIONS:
+            del self._budgets[next(iter(self._budgets))]
         self.tally.add("skipped_empty", len(names) - len(usable))
         self.tally.add("skipped_sampling", len(usable) - len(sampled))
         self.tally.add("skipped_budget", len(sampled) - len(chosen))
         return sorted(chosen)
+
+    def take_offered(self) -> tuple[int, int]:
+        """Rollouts that could have been chosen since this was asked last, each once, and their generated tokens."""
+        offered = self._offered_rollouts, self._offered_tokens
+        self._offered_rollouts = self._offered_tokens = 0
+        return offered
 
 
 def _stratum(name: str) -> str:
@@ -338,12 +366,14 @@ def plan_batch(ids: RolloutIds, choice: RolloutChoice, told: CaptureArguments) -
     # No features precede the first token of a rollout, so it cannot be predicted.
     generated_T[[one[0] for one in places if len(one)]] = False
     names: list[str]
+    known_as: list[int] | None = None
     if named is None:
         names = [ids.next(policy_version) for _ in places]
+        known_as = [zlib.crc32(tokens_T[at].tobytes()) for at in places]
     else:
         names = [content_id(n, tokens_T[at], generated_T[at]) for n, at in zip(named, places, strict=True)]
     counts = [int(generated_T[one].sum()) for one in places]
-    chosen = choice.choose(names, [len(one) for one in places], counts, policy_version)
+    chosen = choice.choose(names, [len(one) for one in places], counts, policy_version, known_as)
     if not chosen:
         return None
     if values is not None and not all(wire.is_finite_number(values[b]) for b in chosen):
@@ -368,4 +398,5 @@ def plan_batch(ids: RolloutIds, choice: RolloutChoice, told: CaptureArguments) -
         # vLLM and transformers say "no top-k" as -1, 0 or None.
         top_k=max(0, int(told.top_k or 0)),
         prompt_hashes=None if prompt_hashes is None else tuple(prompt_hashes[b] for b in chosen),
+        offered=choice.take_offered(),
     )

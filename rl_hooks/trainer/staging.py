@@ -76,6 +76,7 @@ class RolloutStaging:
             rewards=plan.rewards,
             strata=plan.strata,
             prompt_hashes=plan.prompt_hashes,
+            offered=plan.offered,
             drafter_version="" if options.drafter_version is None else options.drafter_version(),
             extra={  # `rank` and `world_size` are for people who look into a refused file
                 "rank": str(options.rank),

@@ -141,10 +141,13 @@ class ScoreRecord:
 
     `attempt`: the number of the trainer's attempt, which its session tells; None: readers guess it.
     `segments`: stretches of tokens that were generated without others in between; each was a request to an engine.
+    `offered`: rollouts, and response tokens of them, that the trainer's hook drew this batch from.
     """
 
     __pydantic_config__: ClassVar = _CHECKED
-    absent: ClassVar = frozenset({*DRAFTERS, "replayed", "favour", "depth", "drafting", "attempt", "segments"})
+    absent: ClassVar = frozenset(
+        {*DRAFTERS, "replayed", "favour", "depth", "drafting", "attempt", "segments", "offered"}
+    )
     ngram: DrafterSums | None = None
     served: DrafterSums | None = None
     candidate: DrafterSums | None = None
@@ -155,6 +158,7 @@ class ScoreRecord:
     attempt: int | None = None
     rollouts: int | None = None
     segments: int | None = None
+    offered: tuple[int, int] | None = None
     tokens: int | None = None
     best_version: str | None = None
     logprob_sum: float | None = None

@@ -258,6 +258,7 @@ def score(drafters: Mapping[str, tuple[str, DraftModel]], found: SharedScore) ->
         policy_version=batch.policy_version,
         rollouts=batch.rollouts,
         segments=int(_segments(batch).sum()),
+        offered=batch.offered,
         tokens=int(batch.response_tokens),
         best_version=best_version,
         logprob_sum=float(response.double().sum()),

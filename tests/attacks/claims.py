@@ -96,6 +96,16 @@ def prompt_hashes_that_are_no_list() -> Attack:
 
 
 @attack
+def a_batch_drawn_from_one_number() -> Attack:
+    return Attack(422, "offered", metadata(offered="[8]"))
+
+
+@attack
+def a_batch_drawn_from_fewer_than_no_tokens() -> Attack:
+    return Attack(422, "offered", metadata(offered="[8, -1]"))
+
+
+@attack
 def strata_of_another_count() -> Attack:
     return Attack(422, "strata", metadata(strata='["math"]'))
 

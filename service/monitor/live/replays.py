@@ -31,6 +31,8 @@ COVERED: Final = 0.95
 #: Where the spreads of `_ENGINES_TOLD` engines are known, an engine counts only up to so many times their median.
 _SCATTERS: Final = 6.0
 _ENGINES_TOLD: Final = 3
+#: Answers in batches are drawn evenly if their mean length differs by less than this share from that of all.
+_LENGTHS: Final = 0.1
 #: The easiest prompts have at most so many times the α of all.
 _MOST: Final = 64.0
 #: Variance of log α from one round's coin flips where no positions are known: the highest at depths up to 4.
@@ -125,6 +127,8 @@ class Replays:
     `paired`: (spread, outlier) of engines' tokens beside replay's on the same prompts; None: too few are known.
     `answered`: tokens that rounds emitted for all answers of a policy version: as the batches say or, where that is
     more, as the engines counted.
+    `offered`: the same of all answers that the trainer's hooks drew batches from, or, where nothing says that they drew
+    evenly, of the answers in batches.
     `prompts`: those that were replayed. `siblings`: answers of a prompt, of which batches may hold a part.
     """
 
@@ -132,13 +136,16 @@ class Replays:
         alike = _drafted_alike(sorted(scores, key=lambda one: one.arrival))
         prompts, rollouts = list[DrafterSums](), list[DrafterSums]()
         self.answered: dict[int | None, float] = {}
+        self.offered: dict[int | None, float] = {}
         self._replays: dict[tuple[str, int | None], VersionReplay] = {}
         self.prompts = ReplayedPrompts()
+        drawn_evenly = _drawn_evenly(alike)
         placeless = [score for score in alike if score.policy_version is None]
         for together in (placeless, *(attempt.scores for attempt in attempts(alike, returns=returns))):
             found: defaultdict[tuple[str, int | None], list[VersionReplay]] = defaultdict(list)
             own: defaultdict[tuple[str, int | None], DrafterSums] = defaultdict(lambda: DrafterSums(0.0, 0.0))
             answered: defaultdict[int | None, float] = defaultdict(float)
+            offered: defaultdict[int | None, float] = defaultdict(float)
             apart: dict[tuple[int | None, str], tuple[float, float]] = {}
             for score in together:
                 for version, replay in _replayed(score):
@@ -146,7 +153,11 @@ class Replays:
                 answers = score.rollouts or 0
                 requests = answers if score.segments is None else score.segments
                 # No round emits the first token that answers a request: the prefill does.
-                answered[score.policy_version] += max(0, (score.tokens or 0) - requests)
+                emitted = max(0.0, (score.tokens or 0) - requests)
+                answered[score.policy_version] += emitted
+                if drawn_evenly and score.offered is not None:
+                    emitted = max(0.0, score.offered[1] - score.offered[0] * requests / max(1, answers))
+                offered[score.policy_version] += emitted
                 for one in score.replayed or ():
                     if one.version == score.drafter_version:  # pooled, for a batch may be of one prompt
                         own[one.version, score.policy_version] += one.sums
@@ -160,6 +171,7 @@ class Replays:
                 rollouts += [sums for sums in [score.sums("served")] if sums is not None]
             self._replays |= {key: _pooled(replays) for key, replays in found.items()}
             self.answered |= answered
+            self.offered |= offered
             self.prompts.apart += apart.values()
             prompts += own.values()
         self._of: defaultdict[int | None, dict[str, VersionReplay]] = defaultdict(dict)
@@ -238,6 +250,17 @@ class Replays:
 def _drafted_alike(scores: Sequence[ScoreRecord]) -> list[ScoreRecord]:
     """The records that were replayed with the depth and the drafting of the newest one, as engines draft now."""
     return [one for one in scores if (one.depth, one.drafting) == (scores[-1].depth, scores[-1].drafting)]
+
+
+def _drawn_evenly(scores: Sequence[ScoreRecord]) -> bool:
+    """Whether the batches' answers are about as long as those that they were drawn from.
+
+    A hook that has spent its budget sends nothing more of a step. Where the trainer sorts its micro-batches by length,
+    what it sends is of other prompts than the rest.
+    """
+    told = [(score.tokens or 0, score.rollouts or 0, *score.offered) for score in scores if score.offered is not None]
+    tokens, answers, of_answers, of_tokens = map(sum, zip(*told, strict=True)) if told else (0, 0, 0, 0)
+    return abs(tokens * of_answers - of_tokens * answers) < _LENGTHS * of_tokens * answers
 
 
 def _replayed(score: ScoreRecord) -> Iterable[tuple[str, VersionReplay]]:

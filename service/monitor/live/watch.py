@@ -37,12 +37,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final, Literal
 
-from service.monitor.live.blocks import Block
+from service.monitor.live.blocks import KEPT_BLOCKS, Block
 from service.monitor.live.engine import (
     SIGMAS,
     Finding,
@@ -122,7 +122,11 @@ def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRu
         chain.from_iterable(above), replays, rule, suffixes=False
     )
     alive = {reporter: engines[reporter] for reporter, found in judged.items() if found.kind != "dead"}
-    unsent = all_low and _unsent_prompts_explain(alive, sent, replays, rule)
+    unsent = (
+        all_low
+        and _unsent_prompts_explain(alive, sent, replays, rule)
+        and not _all_was_offered(engines.values(), sent, replays)
+    )
     verdicts = []
     for reporter, found in sorted(findings.items()):
         beside = [other for name, other in judged.items() if name != reporter]
@@ -204,8 +208,8 @@ def _unsent_prompts_explain(
     """
     every = chain.from_iterable(engines.values())
     matched = [found for block in every if (found := at_common_depth(block, replays, rule)) is not None]
-    policies = {one.block.policy_version for one in matched} & {*sorted(p for p in sent if p is not None)[1:-1]}
-    in_batches = math.fsum(sent.get(policy, 0.0) for policy in policies)
+    policies = {one.block.policy_version for one in matched} & _scored_whole(sent)
+    in_batches = math.fsum(sent[policy] for policy in policies)
     emitted = math.fsum(replays.answered[policy] for policy in policies)
     if any(one.block.by_prompt for one in matched) or not 0 < in_batches < COVERED * emitted:
         return False
@@ -217,6 +221,22 @@ def _unsent_prompts_explain(
         one.log_ratio - stretches[0].log_ratio < -SIGMAS * math.hypot(one.error, stretches[0].error)
         for one in stretches[1:]
     )
+
+
+def _all_was_offered(engines: Collection[Sequence[Block]], sent: Mapping[int | None, float], replays: Replays) -> bool:
+    """Whether the trainer's hooks drew their batches from all that engines emitted, so that nobody left prompts out.
+
+    Of the oldest policy version of an engine whose blocks are full a part is not known any more.
+    """
+    cut = {blocks[0].policy_version for blocks in engines if len(blocks) >= KEPT_BLOCKS}
+    policies = {block.policy_version for blocks in engines for block in blocks} & _scored_whole(sent) - cut
+    emitted = math.fsum(replays.answered[policy] for policy in policies)
+    return 0 < COVERED * emitted <= math.fsum(replays.offered[policy] for policy in policies)
+
+
+def _scored_whole(sent: Mapping[int | None, float]) -> set[int]:
+    """Policy versions whose batches were scored: all but the oldest and the newest, of which a part may be missing."""
+    return {*sorted(policy for policy in sent if policy is not None)[1:-1]}
 
 
 def _name_verdict(

@@ -449,6 +449,28 @@ def test_a_look_states_the_ratio_of_sums() -> None:
     assert compare(challenger, served) == look
 
 
+@pytest.mark.parametrize(("gain", "least"), [(0.2, 0.186), (0.5, 0.43)])
+def test_a_large_gain_is_promised_at_the_first_look_though_its_prompts_are_few(gain: float, least: float) -> None:
+    """The error that makes a gain of 0 as unlikely as Student's t does is the wider, the larger the gain is."""
+    promised = []
+    for seed in range(40):
+        trial = Trial(promise=GainPosterior().known())
+        trial.trained()
+        trial.take(compare(*batch(World("", 8, 4), gain, np.random.default_rng(seed))))
+        promised.append(trial.verdict().gain)
+    assert least < float(np.mean(promised)) < gain
+
+
+def test_a_gain_below_five_standard_errors_has_one_error() -> None:
+    tokens, ahead = np.full(8, 100.0), np.array([1.0, 1.01, 1.02, 1.03] * 2)
+    served = replay_of(tokens, np.full(8, 2.0))
+    small, large = (compare(replay_of(tokens, 2.0 * (ahead + gain)), served) for gain in (0.0, 0.2))
+    ratio = log_ratio(served.rounds, served.rounds / (ahead + 0.2))
+    assert small.error_above == small.error
+    assert large.error_above == pytest.approx(gate._widened(5.0 * ratio.error, ratio.error, ratio.effective - 1.0))
+    assert large.error_above < large.error / 3
+
+
 def test_rollouts_of_one_prompt_count_once() -> None:
     challenger, served = pair(np.random.default_rng(6), 20, 0.0)
     many = np.repeat(np.arange(20), 16)

@@ -263,6 +263,23 @@ def test_sampling_is_by_id_keeps_whole_rollouts_and_respects_the_budget(service:
     hook.close()
 
 
+def test_a_file_says_what_it_was_drawn_from_each_rollout_once(service: Receiver, tmp_path: Path) -> None:
+    """What a version's spent budget left out is said with the next file; a rollout that could never fit is not."""
+    model, names = tiny(), [f"rollout-{n}" for n in range(8)]
+    batch, long = padded_batch([(4, 6)] * 8), padded_batch([(4, 6), (4, 36)])
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), max_tokens_per_step=35, strict=True)
+    run_once(hook, model, batch, rollout_ids=names)
+    assert wire.check_rollout_header(sent_file(service, hook, tmp_path).header).offered == (8, 48)
+    run_once(hook, model, batch, rollout_ids=names)  # another epoch
+    unnamed = padded_batch([(4, 6)] * 2)
+    for _ in range(2):
+        run_once(hook, model, unnamed)
+    run_once(hook, model, long, version=4, rollout_ids=["a", "b"])
+    header = wire.check_rollout_header(sent_file(service, hook, tmp_path).header)
+    assert (header.policy_version, header.rollouts, header.offered) == (4, 1, (3, 18))
+    hook.close()
+
+
 def test_the_budget_is_of_each_version_where_versions_alternate(service: Receiver) -> None:
     model, batch = tiny(), padded_batch([(4, 6)] * 2)
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), max_tokens_per_step=35, strict=True)
@@ -271,7 +288,7 @@ def test_the_budget_is_of_each_version_where_versions_alternate(service: Receive
     assert hook.stats()["captured_tokens"] == 60, "three rollouts of each"
     for version in range(2, 80):  # more than are remembered
         run_once(hook, model, batch, version=version)
-    assert len(hook._choice._spent_tokens) == 64
+    assert len(hook._choice._budgets) == 64
     hook.close()
 
 

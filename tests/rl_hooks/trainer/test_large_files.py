@@ -158,6 +158,7 @@ def test_prompts_are_named_by_hashes_which_go_with_their_rollouts() -> None:
     names = [wire.prompt_hash([n]) for n in range(3)]
     plan = plan_of([4, 5, 6], prompt_hashes=names)
     assert [part.prompt_hashes for _, part in plan.files(9, 9)] == [tuple(names[:2]), (names[2],)]
+    assert [part.offered for _, part in plan.files(9, 9)] == [(3, 12), (0, 0)], "of all of them, said once"
     for wrong in (names[:2], [*names[:2], "x"], [*names[:2], names[2].upper()]):
         with pytest.raises(RolloutError, match="prompt_hashes"):
             plan_of([4, 5, 6], prompt_hashes=wrong)

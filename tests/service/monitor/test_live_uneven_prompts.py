@@ -6,6 +6,7 @@ The worlds are those of `UNEVEN` in benchmarks/live_replay.py, on which the rule
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,10 +18,13 @@ from benchmarks.live_replay import (
     UNCOUNTED,
     UNEVEN,
     WORLDS,
+    Case,
     cases,
     false_names,
+    only,
     poisoned,
     readings_held,
+    scaled,
     sick_among_sound,
     until_named,
 )
@@ -100,6 +104,19 @@ def test_features_that_break_beside_prompts_that_are_not_sent_hold_publishing() 
     low = next(case for case in cases() if case.name == "all engines low")
     assert readings_held(SELECTED[1], low, 900, RULE, 20) > 5
     assert readings_held(SELECTED[1], poisoned(4), 900, RULE, 25) > 5
+
+
+def test_features_that_are_wrong_from_the_start_hold_publishing_where_the_hook_takes_a_part_at_random() -> None:
+    """It says what it drew from. In the second world that is less than engines emitted, so prompts may be missing."""
+    every = (0, 1, 2, 3)
+    wrong = Case("wrong from the start", ("trainer features",), only(scaled(2.2), every, 0), sick=every, onset=0)
+    sound = Case("sound", ())
+    whole, selected = SELECTED[2:]
+    assert readings_held(whole, wrong, 900, RULE, 12) > 10
+    assert readings_held(selected, wrong, 900, RULE, 12) == 0
+    assert readings_held(whole, sound, 900, RULE, 12) == 0
+    shortest = replace(whole, sorted=True)
+    assert readings_held(shortest, sound, 901, RULE, 12) <= 3, "held while two policy versions are known"
 
 
 # --- what the hardest prompts give

@@ -81,6 +81,30 @@ def test_all_engines_are_low_together_where_batches_hold_a_part_of_what_they_emi
     assert watch({"a": told, "b": told}, replays(), RULE).hold is not None, "they count by prompt"
 
 
+def test_a_trainer_that_offered_all_of_it_to_its_hook_has_left_nothing_out() -> None:
+    """The hook draws a part of it at random, which is not of the easier prompts."""
+    low = [sound(1024, factor=0.5) for _ in range(4)]
+    times = 2 * sum(one.tokens for one in low) / (100 * sum(ALPHAS[:8]))  # what both engines emitted, over the batch
+
+    def held(answers: float, tokens: float, low: list[Block] = low) -> bool:
+        """Whether publishing is, if batches were drawn from so many times the answers and tokens that make all."""
+        scored = [score(policy, ALPHAS[:8]) for policy in range(3)]
+        all_ = 64 * times, times * 100 * sum(ALPHAS[:8]) + 64 * times
+        found = Replays([replace(one, offered=(round(answers * all_[0]), round(tokens * all_[1]))) for one in scored])
+        found.spread = 0.3
+        return watch({"a": low, "b": low}, found, RULE).hold is not None
+
+    assert held(1.0, 1.0)
+    assert not held(0.94, 0.94), "6 % were not offered"
+    assert not held(0.8, 1.0), "what was sent is of shorter answers"
+    assert not held(1.2, 1.0), "longer"
+    assert held(0.95, 1.0)
+    full = [replace(one, rounds=128, tokens=one.tokens // 8, drafted=512) for one in low for _ in range(8)]
+    full = [replace(one, accepted=tuple(n // 8 for n in one.accepted)) for one in full]
+    assert held(1.0, 1.0, full[1:]), "nothing of it is lost"
+    assert not held(1.0, 1.0, full), "of 32 blocks the oldest may be the rest of a policy version"
+
+
 def test_a_gap_that_grows_with_each_drafter_is_not_of_prompts_that_were_not_sent() -> None:
     versions = [f"v{n:06d}-0a1b2c3d" for n in range(1, 7)]
     scored = [score(1, ALPHAS, version=version, tokens=200) for version in versions]

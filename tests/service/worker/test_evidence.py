@@ -113,7 +113,7 @@ def scored(
 ) -> tuple[RolloutBatch, Scores]:
     """A batch that has just come, scored with all drafters."""
     path = bench.layout.spool("default") / f"{name}.safetensors"
-    path.write_bytes(bench.world.rollout_file(name, prompts=prompts, policy_version=policy_version))
+    path.write_bytes(bench.world.rollout_file(name, prompts=prompts, policy_version=policy_version, offered=(99, 1234)))
     batch = load_batch(path)
     loaded = Loaded(Entry("1-1", name, path.name, 1, 1, batch.rollouts, policy_version, policy_version, 1), path, batch)
     scored = worker.learner.scorer.score(loaded, worker.inbox, "all")
@@ -183,6 +183,7 @@ def test_a_score_tells_replay_by_prompt_as_engines_count_it_where_prompts_are_no
     talk, pieces = batch.select([0, 1]), [0, *batch.cu_seqlens[1:3].tolist()]
     assert _segments(talk).tolist() == [1, 1]
     assert few.record.segments == batch.rollouts
+    assert few.record.offered == (99, 1234), "as the file says"
     talk.loss_mask[pieces[1] - 2] = False  # a tool's answer, after which it goes on
     assert _segments(talk).tolist() == [2, 1], "an engine counts what follows for another prompt"
     talk.loss_mask[pieces[1] :] = False
