@@ -115,7 +115,7 @@ class ServiceClient:
     #: Why the worker refused the newest dead batch of the run.
     last_dead_reason: str = field(init=False, default="")
     #: Why the service refused to register the run; empty: it took it; None: it has not answered yet.
-    _not_registered: str | None = field(init=False, default=None)
+    not_registered: str | None = field(init=False, default=None)
     _dead_total: int | None = field(init=False, default=None)  # of the newest answer
     _store_away_until: float = field(init=False, default=-math.inf)  # monotonic
 
@@ -189,7 +189,7 @@ class ServiceClient:
         if 200 <= reply.status < 300:
             fields = reply.fields
             if registers:
-                self._not_registered, self.lost = "", False  # an earlier try was refused
+                self.not_registered, self.lost = "", False  # an earlier try was refused
                 self.joined = reply.status == 200
             warning = fields.get("warning")
             if isinstance(warning, str) and warning:
@@ -209,14 +209,14 @@ class ServiceClient:
         elif reply.status == 404 and kind in (None, _NOT_FOUND):
             text += " (is it a draftalign service?)"
         if registers:
-            self._not_registered = text
-        elif reply.status == 404 and self._not_registered:  # the cause must not be hidden by what follows from it
-            text += f". Before that, {self._not_registered}"
+            self.not_registered = text
+        elif reply.status == 404 and self.not_registered:  # the cause must not be hidden by what follows from it
+            text += f". Before that, {self.not_registered}"
             self.refused = kind == NO_SUCH_RUN
         if self.refused or (reply.status == 409 and (registers or kind == _CLOSED)):
             self.refused = True
             text += f". {_STOPPED}"
-        gone = kind == NO_SUCH_RUN and self._not_registered == ""
+        gone = kind == NO_SUCH_RUN and self.not_registered == ""
         if gone:
             self.lost = True
             text += f". {_GONE}"

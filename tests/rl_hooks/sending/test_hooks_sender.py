@@ -269,7 +269,8 @@ def test_duplicates_are_counted_apart_and_said_unless_a_try_may_have_arrived(
     tries: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with receiver() as service:
-        answers = [(503, {}, {}), (200, {}, {"duplicate": True})][-tries:]
+        answers: list[Answer] = [(503, {}, {}), (200, {}, {"duplicate": True})]
+        del answers[:-tries]
         service.answer = lambda _request: answers.pop(0)
         sender = RolloutSender(service.url)
         sender.submit([b"z"])
