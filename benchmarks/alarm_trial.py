@@ -9,6 +9,7 @@ features that engines have. Everything listens on loopback and lives in a tempor
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import shutil
@@ -264,6 +265,7 @@ def wait(condition: Callable[[], bool], seconds: float) -> bool:
 
 def main() -> int:
     """Run all cases at once; prints a line for each."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     missing = [name for name in ("prometheus", "prometheus-alertmanager") if shutil.which(name) is None]
     if missing:
         print(f"not installed: {', '.join(missing)}")

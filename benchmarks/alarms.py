@@ -14,6 +14,7 @@ harder prompts longer. A fall of α is a shift of the logits, or a factor. Ticks
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections import Counter
@@ -533,10 +534,15 @@ def told(counts: Counter[str | None]) -> str:
 
 def main() -> None:
     """Print the tables that were asked for."""
-    bank = make_bank(1500, seed=1)
     tables = {"rates": print_rates, "mixes": print_mixes, "delays": print_delays, "causes": print_causes}
     tables |= {"publishes": print_publishes, "wander": print_wander}
-    for name in sys.argv[1:] or tables:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"one of {', '.join(tables)}; all by default")
+    asked = parser.parse_args().tables
+    if unknown := [name for name in asked if name not in tables]:
+        parser.error(f"no such table: {', '.join(unknown)}; there are {', '.join(tables)}")
+    bank = make_bank(1500, seed=1)
+    for name in asked or tables:
         tables[name](bank)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +18,9 @@ import redis.asyncio
 from pydantic import SecretStr
 from redis import Redis
 from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
 from valkey_fixtures import OwnValkey
 
 from benchmarks.recording import rollout_tensors

@@ -5,7 +5,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import json
 import re
+import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -541,6 +545,56 @@ def test_each_script_of_the_benchmarks_has_its_row() -> None:
     assert begun == scripts
     named = set(re.findall(r"`(\w+\.py)`", table))
     assert {path.name for path in files} - {"__init__.py"} - named == set()
+
+
+#: Run in the checkout without tests/ on the path, as a reader would. Each script is a fork, with torch imported.
+_PARSED = """
+import argparse, io, json, os, runpy, sys, traceback
+import torch
+
+parse = argparse.ArgumentParser.parse_args
+def parsed(*arguments, **named):
+    parse(*arguments, **named)
+    raise SystemExit(0)
+argparse.ArgumentParser.parse_args = parsed
+
+for script, lines in json.load(sys.stdin).items():
+    sys.stdout.flush()
+    if os.fork():
+        if os.wait()[1]:
+            print("refused:", script, "died")
+        continue
+    for line in lines:
+        sys.argv, sys.stderr, taken, why = [script, *line], io.StringIO(), 1, ""
+        try:
+            if script.endswith(".py"):
+                sys.path[0] = "benchmarks"
+                runpy.run_path(script, run_name="__main__")
+            else:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+        except SystemExit as ended:
+            taken, why = ended.code, sys.stderr.getvalue()
+        except Exception:
+            why = traceback.format_exc()
+        if taken:
+            print("refused:", script, *line, why.strip().splitlines()[-1:])
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+
+def test_each_command_of_a_benchmark_that_the_pages_name_is_taken_by_it() -> None:
+    """Its argument parser takes the line; nothing is run."""
+    asked: dict[str, list[list[str]]] = {}
+    for options in re.findall(r"\bpython (-m benchmarks\.\w+|benchmarks/\w+\.py)([^`\n|#]*)", all_pages()):
+        line = shlex.split(re.split(r"  |\\|\.\.\.", re.sub(r"[\[\]]", "", options[1]))[0])
+        lines = asked.setdefault(options[0].removeprefix("-m "), [])
+        if (line := line or ["--help"]) not in lines:
+            lines.append(line)
+    assert len(asked) > 25
+    command = [sys.executable, "-c", _PARSED]
+    done = subprocess.run(command, cwd=ROOT, input=json.dumps(asked), capture_output=True, text=True, check=True)
+    assert re.findall("^refused:.*", done.stdout, re.MULTILINE) == []
 
 
 def test_every_method_that_the_pages_name_exists() -> None:

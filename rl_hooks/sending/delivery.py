@@ -2,7 +2,7 @@
 
 | what comes back | what happens |
 |---|---|
-| 2xx | done; `duplicate: true` is counted apart; `warning` is logged; for earlier batches see `read_deaths` |
+| 2xx | done; `duplicate: true` is counted apart, and said of a first try; `warning` is logged; `read_deaths` |
 | 409 to the registration | the run is another policy's: nothing more is sent, all of it counts as dropped |
 | nothing: a body raises `WrongTargetError` | nothing more is sent, all of it counts as dropped |
 | `run-closed` to anything | a person drains or archived the run: the same |
@@ -51,6 +51,10 @@ _STORE_AWAY_SECONDS: Final = 300.0
 _THROUGH: Final = "Rollouts go through the service's API for five minutes, then it is tried again"
 _STOPPED: Final = "This process sends nothing until it is attached again; its own work goes on"
 _AGAIN: Final = "It is tried again, and training goes on"
+_CAME_BEFORE: Final = (
+    "rollouts that this run has had before, token by token, are not used again. Has the trainer begun again with the "
+    "same seed? Another training needs another run name (the hook's run=)"
+)
 _GONE: Final = "This process had registered it: it was deleted since, or the service has another state directory"
 _JITTER: Final = random.Random()  # noqa: S311 - not the global generator: the trainer's draws must stay as they are
 
@@ -111,7 +115,7 @@ class ServiceClient:
     #: Why the worker refused the newest dead batch of the run.
     last_dead_reason: str = field(init=False, default="")
     #: Why the service refused to register the run; empty: it took it; None: it has not answered yet.
-    _not_registered: str | None = field(init=False, default=None)
+    not_registered: str | None = field(init=False, default=None)
     _dead_total: int | None = field(init=False, default=None)  # of the newest answer
     _store_away_until: float = field(init=False, default=-math.inf)  # monotonic
 
@@ -146,7 +150,7 @@ class ServiceClient:
             else:
                 if direct is not None:
                     self.tally.add("bytes_sent", direct.take_bytes_put())
-                verdict = self._judge(job, reply)
+                verdict = self._judge(job, reply, first=attempt == 0)
                 if verdict is not None:
                     return verdict
                 if not _passes_soon(reply.status, reply.fields.get("type")):
@@ -178,14 +182,14 @@ class ServiceClient:
         except ValueError:  # no rollout file: the API says what is wrong with it
             return None
 
-    def _judge(self, job: Job, reply: Reply) -> str | None:
-        """The counter that belongs to a final answer; None: try again."""
+    def _judge(self, job: Job, reply: Reply, *, first: bool) -> str | None:
+        """The counter that belongs to a final answer; None: try again. `first`: to the first try."""
         self.tally.add("bytes_sent", reply.body_bytes_sent)
         registers, kind = job.path == run_path(self.service.run), reply.fields.get("type")
         if 200 <= reply.status < 300:
             fields = reply.fields
             if registers:
-                self._not_registered, self.lost = "", False  # an earlier try was refused
+                self.not_registered, self.lost = "", False  # an earlier try was refused
                 self.joined = reply.status == 200
             warning = fields.get("warning")
             if isinstance(warning, str) and warning:
@@ -194,21 +198,25 @@ class ServiceClient:
                 self.tally.add("known_rollouts", known)
             self.read_deaths(fields)
             self.wanted = self.wanted.after(fields)
-            return "duplicates" if fields.get("duplicate") is True else "sent"
+            if fields.get("duplicate") is not True:
+                return "sent"
+            if first and not warning:  # a later try may repeat one whose answer was lost
+                self.tally.note("duplicate", _CAME_BEFORE)
+            return "duplicates"
         text = f"{self._name(job)} was answered {reply.status}: {reply.detail}"
         if reply.status == 401:
             text += " (give token=, or set DRAFTALIGN_TOKEN in this process's environment)"
         elif reply.status == 404 and kind in (None, _NOT_FOUND):
             text += " (is it a draftalign service?)"
         if registers:
-            self._not_registered = text
-        elif reply.status == 404 and self._not_registered:  # the cause must not be hidden by what follows from it
-            text += f". Before that, {self._not_registered}"
+            self.not_registered = text
+        elif reply.status == 404 and self.not_registered:  # the cause must not be hidden by what follows from it
+            text += f". Before that, {self.not_registered}"
             self.refused = kind == NO_SUCH_RUN
         if self.refused or (reply.status == 409 and (registers or kind == _CLOSED)):
             self.refused = True
             text += f". {_STOPPED}"
-        gone = kind == NO_SUCH_RUN and self._not_registered == ""
+        gone = kind == NO_SUCH_RUN and self.not_registered == ""
         if gone:
             self.lost = True
             text += f". {_GONE}"

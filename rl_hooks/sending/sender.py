@@ -140,7 +140,12 @@ class RolloutSender:
         return self._delivery.wanted.optional_tensors
 
     def standing(self) -> dict[str, float | str]:
-        """How the run stands, by the service's newest answer (`Standing.facts`). What is not known is left out."""
+        """How the run stands, by the service's newest answer (`Standing.facts`). What is not known is left out.
+
+        Nothing is said where the registration was refused: a run of that name is another policy's.
+        """
+        if self._delivery.not_registered:
+            return {}
         with self._guard():
             return self._standing.facts()
 

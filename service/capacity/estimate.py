@@ -484,8 +484,8 @@ def money(
         saved,
         "money a day",
         "assumed",
-        f"α {now:g} to {now + gain:g}: a step takes {1 / faster:.1%} of its time on {engine_gpus} GPUs, where a round's"
-        " time stays (`draftalign worth` measures that)",
+        f"the share is what the worker costs of it; α {now:g} to {now + gain:g}: a step takes {1 / faster:.1%} of its "
+        f"time on {engine_gpus} GPUs, where a round's time stays (`draftalign worth` measures that)",
         cost / saved if saved else None,
     )
     return found

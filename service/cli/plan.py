@@ -133,6 +133,7 @@ def _print(policy: str, given: Deployment, facts: Mapping[str, Fact]) -> None:
     typer.echo(f"{policy}: {given.runs} run(s) of {parts}; {step}, {sent}. Each is an option (--help).")
     typer.echo(f"{'':13} {'needed':>22} {'of limit':8}  [rests on]")
     for name, fact in worst_first(facts):
-        said = "" if fact.load is None else f"{fact.load:7.0%}{' DOES NOT FIT' if fact.load > 1 else ''}"
+        over = " DOES NOT PAY" if name == "saved" else " DOES NOT FIT"
+        said = "" if fact.load is None else f"{fact.load:7.0%}{over if fact.load > 1 else ''}"
         amount = f"{fact.value / GIB:,.2f} GiB" if fact.unit == "bytes" else f"{fact.value:,.3g} {fact.unit}"
         typer.echo(f"{name:13} {amount:>22} {said:8}  [{fact.basis}] {fact.text}")

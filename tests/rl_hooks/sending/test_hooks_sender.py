@@ -264,14 +264,20 @@ def test_the_rows_that_the_run_wants_are_those_that_the_service_named_last() -> 
         sender.close()
 
 
-def test_duplicates_are_counted_apart() -> None:
+@pytest.mark.parametrize("tries", [1, 2])
+def test_duplicates_are_counted_apart_and_said_unless_a_try_may_have_arrived(
+    tries: int, caplog: pytest.LogCaptureFixture
+) -> None:
     with receiver() as service:
-        service.answer = lambda _request: (200, {}, {"duplicate": True})
+        answers: list[Answer] = [(503, {}, {}), (200, {}, {"duplicate": True})]
+        del answers[:-tries]
+        service.answer = lambda _request: answers.pop(0)
         sender = RolloutSender(service.url)
         sender.submit([b"z"])
         stats = finished(sender)
         assert (stats["duplicates"], stats["sent"]) == (1, 0)
         sender.close()
+    assert caplog.text.count("another run name (the hook's run=)") == (tries == 1)
 
 
 def test_the_body_goes_out_after_a_second_when_the_server_ignores_expect() -> None:

@@ -72,6 +72,19 @@ def test_what_became_of_its_rollouts_reaches_the_trainer_and_its_log(
     hook.close(1.0)
 
 
+def test_a_trainer_whose_policy_is_not_the_runs_is_told_nothing_of_that_run(bench: Bench, redis_url: str) -> None:
+    service = RunningService(state_dir=bench.layout.root, redis_url=redis_url)
+    try:
+        with DrafterHook(tiny(tied=False), service.url, aux_layers=AUX) as own:
+            assert own.flush(60)
+        with DrafterHook(tiny(), service.url, aux_layers=AUX) as another:
+            eventually(lambda: another.sender.refused and another.sender._standing.facts())
+            assert "another policy's" in another.stats()["last_error"]
+            assert set(another.metrics()) == OWN
+    finally:
+        service.stop()
+
+
 def test_a_service_that_never_answers_costs_the_trainer_nothing_and_tells_it_nothing() -> None:
     """It takes connections and is silent: whoever asks it 200 times waits until the test's own end."""
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -309,7 +309,14 @@ def test_the_command_prints_json_that_can_be_read(tmp_path: Any) -> None:
     bases = {"arithmetic", "measured on two cores", "measured on one H200", "assumed"}
     assert {fact["basis"] for fact in facts.values()} == bases
     assert all(math.isfinite(fact["value"]) for fact in facts.values())
-    assert "DOES NOT FIT" in run("--ranks", "64").output
+
+
+def test_what_does_not_fit_and_what_costs_more_than_it_saves_are_said_apart() -> None:
+    told = run("--ranks", "64", "--gpu-hour-price", "3", "--alpha-now", "2.2", "--alpha-gain", "0.01").output
+    over = [line.split()[0] for line in told.splitlines() if " DOES NOT " in line]
+    assert "api_cores" in over
+    assert [line.split()[0] for line in told.splitlines() if " DOES NOT PAY " in line] == ["saved"]
+    assert told.count(" DOES NOT FIT ") == len(over) - 1
 
 
 @pytest.mark.parametrize(
