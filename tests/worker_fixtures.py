@@ -509,9 +509,7 @@ def wait_until_gone(pid: int, seconds: float = 60.0) -> None:
 
 def _nest() -> None:
     """Fork a worker for every line of options on standard input; answer with its process id."""
-    import torch._dynamo
-
-    import service.worker.process  # noqa: F401 - imported once, before the forks; the first optimizer would import dynamo
+    import service.worker.process.worker  # noqa: F401 - imported once, before the forks
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps

@@ -8,11 +8,10 @@ kernel for that: a step takes 8 times as long at 64 x 256, and 27 times at 256 x
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 #: Of the momentum, what a step keeps.
 MOMENTUM: Final = 0.95
@@ -22,27 +21,16 @@ _ITERATIONS: Final = 5
 _EPSILON: Final = 1e-7
 
 
-class Muon(torch.optim.Optimizer):
-    """Nesterov's momentum, orthogonalised, and decoupled weight decay. Its state: `momentum_buffer` of each matrix."""
+def move(matrix: Tensor, gradient: Tensor, momentum: Tensor, learning_rate: float, weight_decay: float) -> None:
+    """Move `matrix` [M, N] and its `momentum` [M, N] in place: Nesterov's, orthogonalised, and decoupled weight decay.
 
-    def __init__(self, matrices: Iterable[nn.Parameter], *, weight_decay: float) -> None:
-        super().__init__(list(matrices), {"lr": 0.0, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002 - nothing asks for a loss
-        """Move every matrix that has a gradient, by each group's `lr`. Waits for no device."""
-        for group in self.param_groups:
-            for matrix in group["params"]:  # [M, N]
-                if matrix.grad is None:
-                    continue
-                state = self.state[matrix]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(matrix.grad)
-                momentum = state["momentum_buffer"].lerp_(matrix.grad, 1 - MOMENTUM)
-                update = orthogonalised(matrix.grad.lerp(momentum, MOMENTUM))
-                matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                # The root makes the step as large as AdamW's, whatever the matrix's shape.
-                matrix.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(matrix.shape)))
+    Waits for no device.
+    """
+    momentum.lerp_(gradient, 1 - MOMENTUM)
+    update = orthogonalised(gradient.lerp(momentum, MOMENTUM))
+    matrix.mul_(1 - learning_rate * weight_decay)
+    # The root makes the step as large as AdamW's, whatever the matrix's shape.
+    matrix.add_(update, alpha=-learning_rate * 0.2 * math.sqrt(max(matrix.shape)))
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:

@@ -7,17 +7,20 @@ between states: AdamW moves it, and all that is not a matrix.
 Where several ranks train, each moves a part of Muon's matrices, and they exchange the moved ones. Each rank keeps the
 momentum of all matrices, which costs little. So moments and weights are the same on every rank, to the bit those that
 one rank would compute from the same gradients.
+
+No class of `torch.optim` is used: the first to be made imports torch's compiler, of which a worker on a CPU has no use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
-from drafter.training.muon import MOMENTUM, Muon
+from drafter.training import muon
 from drafter.training.ranks import ALONE, Ranks
 
 #: What moves matrices.
@@ -60,65 +63,80 @@ class Optimizer:
         self._by_muon = {n for n, p in named.items() if method == "muon" and p.ndim == 2 and n != HEAD}
         self._ranks = ranks
         self._movers = _shared_out({n: named[n].shape for n in sorted(self._by_muon)}, ranks.world)
-        fused = all(p.device.type == "cuda" for p in named.values())
-        self._counts_on_device = fused  # AdamW's own kernel there counts its steps on the device, else the CPU does
-        others = {n: p for n, p in named.items() if n not in self._by_muon}
-        adamw = [
-            {"params": [p for p in others.values() if p.ndim == 2], "weight_decay": weight_decay},
-            {"params": [p for p in others.values() if p.ndim != 2], "weight_decay": 0.0},
-        ]
-        self._optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(adamw, lr=0.0, betas=betas, eps=epsilon, fused=True if fused else None)
-        ]
-        if self._by_muon:
-            matrices = [self._named[n] for n in sorted(self._by_muon)]
-            self._optimizers.append(Muon(matrices, weight_decay=weight_decay))
+        self._weight_decay, self._betas, self._epsilon = weight_decay, betas, epsilon
+        # AdamW's own kernel on CUDA counts its steps on the device, else the CPU does.
+        self._fused = all(p.device.type == "cuda" for p in named.values())
+        self._held: dict[str, dict[str, Tensor]] = {}  # moments by name, of the parameters that were moved
 
     def forget_gradients(self) -> None:
         """Free all gradients."""
-        for optimizer in self._optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        for parameter in self._named.values():
+            parameter.grad = None
 
+    @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Move every parameter that has a gradient; Muon moves none whose gradient is zero. Waits for no device.
 
         A matrix that another rank moves only loses its gradient here; `exchange` brings it.
         """
+        others = {n: p for n, p in self._named.items() if n not in self._by_muon}
+        self._move_by_adamw({n: p for n, p in others.items() if p.ndim == 2}, learning_rate, self._weight_decay)
+        self._move_by_adamw({n: p for n, p in others.items() if p.ndim != 2}, learning_rate, 0.0)
         for name in self._by_muon:
-            parameter, state = self._named[name], self._state(name)[0]
-            if parameter.grad is None:
-                continue
-            momentum = state.get(parameter, {}).get("momentum_buffer")
-            if momentum is not None:
-                # Muon makes a whole step of any momentum, however old: an expert that no row chose would walk away.
-                momentum.mul_(parameter.grad.any())
-            if self._movers[name] != self._ranks.rank:
-                momentum = torch.zeros_like(parameter.grad) if momentum is None else momentum
-                state[parameter] = {"momentum_buffer": momentum.lerp_(parameter.grad, 1 - MOMENTUM)}
-                parameter.grad = None
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
-            optimizer.step()
+            self._move_by_muon(name, learning_rate)
+
+    def _move_by_adamw(self, named: Mapping[str, nn.Parameter], learning_rate: float, weight_decay: float) -> None:
+        moved: dict[str, tuple[Tensor, Tensor]] = {n: (p, p.grad) for n, p in named.items() if p.grad is not None}
+        for name, (parameter, _) in moved.items():
+            if name not in self._held:
+                count = torch.zeros((), device=parameter.device if self._fused else "cpu")
+                moments = torch.zeros_like(parameter), torch.zeros_like(parameter), count
+                self._held[name] = dict(zip(_ADAMW, moments, strict=True))
+        first, second, counts = ([self._held[name][moment] for name in moved] for moment in _ADAMW)
+        adamw(
+            [parameter for parameter, _ in moved.values()],
+            [gradient for _, gradient in moved.values()],
+            first,
+            second,
+            [],
+            counts,
+            fused=True if self._fused else None,
+            amsgrad=False,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            lr=learning_rate,
+            weight_decay=weight_decay,
+            eps=self._epsilon,
+            maximize=False,
+        )
+
+    def _move_by_muon(self, name: str, learning_rate: float) -> None:
+        parameter = self._named[name]
+        if parameter.grad is None:
+            return
+        if name not in self._held:
+            self._held[name] = {_MUON[0]: torch.zeros_like(parameter.grad)}
+        momentum = self._held[name][_MUON[0]]
+        # Muon makes a whole step of any momentum, however old: an expert that no row chose would walk away.
+        momentum.mul_(parameter.grad.any())
+        if self._movers[name] == self._ranks.rank:
+            muon.move(parameter, parameter.grad, momentum, learning_rate, self._weight_decay)
+        else:
+            momentum.lerp_(parameter.grad, 1 - muon.MOMENTUM)
+            parameter.grad = None
 
     def exchange(self) -> None:
         """After `step`: give every rank the matrices that another one moved."""
         for rank in range(self._ranks.world):
             self._ranks.give([self._named[n].detach() for n, mover in self._movers.items() if mover == rank], rank)
 
-    def _state(self, name: str) -> tuple[dict[Any, Any], tuple[str, ...]]:
-        """Where a parameter's moments are kept, and their names."""
-        muon = name in self._by_muon
-        return self._optimizers[1 if muon else 0].state, _MUON if muon else _ADAMW
+    def _moments(self, name: str) -> tuple[str, ...]:
+        """The names of a parameter's moments."""
+        return _MUON if name in self._by_muon else _ADAMW
 
     def moments(self) -> dict[str, Tensor]:
         """The moments of all parameters that were moved, as `moment.parameter`, where they are."""
-        found: dict[str, Tensor] = {}
-        for name, parameter in self._named.items():
-            state, moments = self._state(name)
-            held = state.get(parameter, {})
-            found |= {f"{m}.{name}": held[m] for m in moments if m in held}
-        return found
+        return {f"{m}.{n}": self._held[n][m] for n in self._named if n in self._held for m in self._moments(n)}
 
     def state(self) -> dict[str, Tensor]:
         """Copies of all moments on the CPU."""
@@ -131,20 +149,16 @@ class Optimizer:
         """
         found: dict[str, torch.Size] = {}
         for name, parameter in self._named.items():
-            moments = self._state(name)[1]
+            moments = self._moments(name)
             if any(f"{m}.{name}" in stored for m in moments):
                 found |= {f"{m}.{name}": torch.Size() if m == "step" else parameter.shape for m in moments}
         return found
 
     def load(self, stored: Mapping[str, Tensor]) -> None:
         """Go on from what `state` gave; `stored` holds what `expected` names, in the parameters' types."""
-        made = []
+        self._held = {}
         for name, parameter in self._named.items():
-            state, moments = self._state(name)
+            moments = self._moments(name)
             if any(f"{m}.{name}" in stored for m in moments):
-                where = {m: parameter.device if m != "step" or self._counts_on_device else "cpu" for m in moments}
-                made.append((state, parameter, {m: stored[f"{m}.{name}"].to(where[m]) for m in moments}))
-        for optimizer in self._optimizers:
-            optimizer.state.clear()
-        for state, parameter, moments_of_it in made:
-            state[parameter] = moments_of_it
+                where = {m: parameter.device if m != "step" or self._fused else "cpu" for m in moments}
+                self._held[name] = {m: stored[f"{m}.{name}"].to(where[m]) for m in moments}

@@ -234,7 +234,7 @@ def test_adamw_finds_its_step_count_where_its_kernel_looks_for_it(tmp_path: Path
     saved.step([(batch, policy)])
     saved.save(tmp_path)
     t = DrafterTrainer(trainer().drafter.to("meta"), CONFIG)  # a GPU's fused kernel takes no count from the host
-    t._optimizer._counts_on_device = fused
+    t._optimizer._fused = fused
     t.load(tmp_path)
     where = {name: moment.device.type for name, moment in t._optimizer.moments().items()}
     assert {device for name, device in where.items() if name.startswith("step.")} == {"meta" if fused else "cpu"}

@@ -90,6 +90,7 @@ def timed(step, batches, count):
 for peer in ("ours", "ours, trainer"):
     cell = {"peer": peer, "steps": 1, "train_head": True, "size": "S", "dtype": "bfloat16", "tokens": 134}
     print(train_step._line(train_step._gpu(cell | {"documents": 2, "pairs": 1, "device": "cpu"}, 0.5, timed)))
+assert "torch._dynamo" not in sys.modules, "torch's compiler takes over a second to import"
 """
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, SecretStr, TypeAdapter
 from record_fixtures import score
@@ -16,7 +17,9 @@ from redis import Redis
 from service_fixtures import HEADERS, RunningService, head_file, rollout_file
 from storage_fixtures import RolloutQueue, Store
 
+from service.api import acceptance as acceptance_api
 from service.api import problems
+from service.api import runs as runs_api
 from service.api.acceptance import AcceptanceReply
 from service.api.app import create_app
 from service.api.context import answers
@@ -126,8 +129,18 @@ def test_what_writes_answer_is_as_declared(lived: RunningService) -> None:
     check(answers.DriftRequest, answered(lived, "POST /runs/default/drift/reset")[1])
 
 
+def test_no_request_waits_until_routes_are_made() -> None:
+    """FastAPI's `include_router` makes them again, for each application, at the first request."""
+    served = set(map(id, application().routes))
+    assert served >= {id(route) for part in (runs_api, acceptance_api) for route in part.router.routes}
+
+
+def application() -> FastAPI:
+    return create_app(Settings(redis_url=SecretStr("redis://127.0.0.1:1")))
+
+
 def test_the_openapi_document_has_a_schema_for_every_json_answer() -> None:
-    document = create_app(Settings(redis_url=SecretStr("redis://127.0.0.1:1"))).openapi()
+    document = application().openapi()
     bare = {
         f"{method.upper()} {path} {status}"
         for path, calls in document["paths"].items()
