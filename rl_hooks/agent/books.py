@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rl_hooks.agent.canary import Canary, CanaryResult, CanaryRule
-from rl_hooks.engines.counters import NO_VERSION, Counts, Ledger, Snapshot
+from rl_hooks.engines.counters import ANOTHERS_DRAFTER, NO_VERSION, Counts, Ledger, Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.engines.step_times import StepSums
 
@@ -30,11 +30,15 @@ class EngineBooks:
         policy_version: int | None,
         mistrusted: str | None,
         now: float,
+        anothers: str | None = None,
     ) -> CanaryResult | None:
-        """Credit counts to what the engine serves, and to its trial."""
+        """Credit counts to what the engine serves, and to its trial. `anothers`: a version that is not of the run."""
         version = state.serving
         if version is None or version == mistrusted:  # it has no name, or is not the version that it names
             self.ledger.set_aside(counts.rounds)
+            return None
+        if version == anothers:
+            self.ledger.book(version, policy_version, counts, method=ANOTHERS_DRAFTER)
             return None
         if state.version is None:
             self.ledger.book(version, policy_version, counts.with_rounds_without_drafts(), method=version)
@@ -50,6 +54,7 @@ class EngineBooks:
         seconds: float,
         now: float,
         mistrusted: str | None = None,
+        anothers: str | None = None,
     ) -> CanaryResult | None:
         """Credit the counts of an engine that knows whose each round is; a drafter without a name gets none.
 
@@ -68,10 +73,13 @@ class EngineBooks:
             if version in (None, NO_VERSION, mistrusted):
                 self.ledger.set_aside(new.rounds)
                 continue
+            if version == anothers:
+                self.ledger.book(version, policy, new, method=ANOTHERS_DRAFTER)
+                continue
             self.ledger.book(version, policy, new)
             verdict = self.canary.count(version, new, now) or verdict
         idle = not any(counts.rounds for _, _, counts in after.exact or ())  # also rounds that are set aside are drafts
-        if idle and not self.ledger.buckets() and state.version not in (None, NO_VERSION, mistrusted):
+        if idle and not self.ledger.buckets() and state.version not in (None, NO_VERSION, mistrusted, anothers):
             self.ledger.book(str(state.version), after.policy_version, Counts())
         return verdict
 

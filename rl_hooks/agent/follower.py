@@ -32,6 +32,7 @@ from rl_hooks.agent.process import (
     EngineProcess,
     LoadedVersion,
     ReleaseChoice,
+    RivalClient,
     Seen,
     Since,
     between,
@@ -43,7 +44,7 @@ from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import Counts, Ledger, Snapshot, VersionCounts
 from rl_hooks.engines.protocol import Engine, EngineState
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
-from rl_hooks.release import Release, VerifiedManifest
+from rl_hooks.release import PLAIN_NAME, Release, VerifiedManifest
 
 log = logging.getLogger("draftalign.agent")
 
@@ -105,11 +106,17 @@ class EngineFollower:
         verdict = self._account(snapshot, state)
         if verdict is not None:
             self._judge(verdict)
-        given_up = self._process.given_up
+        given_up, contest = self._process.given_up, self._process.contest
         wanted = self._choice.wanted(offer, state.version if state.loaded else None, given_up)
         try:
             if wanted is None or wanted.sequence in given_up or _only_counted(state, wanted):
                 return False
+            if contest.lost:
+                if state.version != wanted.version:
+                    return False
+                self._process.contest = RivalClient()  # the other client has gone
+                self.ledger.begin_life()
+                self._metrics.contested.labels(self.url).set(0)
             needed = self._needs(wanted, state)
             if needed:
                 await self._swap(wanted, state)
@@ -151,6 +158,8 @@ class EngineFollower:
         found = between(since, known, None if pending is None else pending.version, repeated=repeated)
         if since.restarted:
             self._forget_process(state, since.known)
+        elif found is Between.OTHER_SWAP and since.known is not None:
+            self._contend(state)
         verdict = self._book(found, since, state)
         self._keep_good()
         if pending is not None and found is Between.OWN_SWAP:
@@ -163,7 +172,8 @@ class EngineFollower:
             return None
         if after.exact is not None:  # the engine itself knows which version made each round
             earlier = None if since.restarted else before
-            return self.books.book_exact(earlier, after, state, since.seconds, time.monotonic(), mistrusted)
+            now, anothers = time.monotonic(), self._anothers(state)
+            return self.books.book_exact(earlier, after, state, since.seconds, now, mistrusted, anothers)
         if since.restarted:
             before = Snapshot(Counts())
         if before is None:
@@ -172,10 +182,11 @@ class EngineFollower:
             counts, now = after.counts.since(before.counts, since.seconds), time.monotonic()
             if state.version is not None:  # drafts by n-grams or MTP take another time than ours
                 self.books.step_times.add(before, after)
-            return self.books.book(counts, state, after.policy_version, mistrusted, now)
+            return self.books.book(counts, state, after.policy_version, mistrusted, now, self._anothers(state))
         if found is Between.OTHER_SWAP:
+            level = logging.DEBUG if self._process.contest.lost else logging.WARNING
             text = "%s: another client changed the drafter from %s to %s"
-            log.warning(text, self.url, since.known, self.seen.known)
+            log.log(level, text, self.url, since.known, self.seen.known)
             self.books.canary.interrupted()
         self.books.set_aside(before, after)
         return None
@@ -186,6 +197,38 @@ class EngineFollower:
         self.books.canary.interrupted(restarted=True)
         self.ledger.begin_life()
         self._process = EngineProcess(replaced=True)
+        self._metrics.contested.labels(self.url).set(0)
+
+    def _anothers(self, state: EngineState) -> str | None:
+        """The version that an engine which was given up has instead of the run's; None for any other engine."""
+        return state.version if self._process.contest.lost else None
+
+    def _contend(self, state: EngineState) -> None:
+        """Note that another client changed the drafter. If it undoes swaps again and again, give the engine up."""
+        contest, ours = self._process.contest, self._process.loaded
+        if contest.lost or ours is None or state.version in (None, ours.version):
+            return
+        contest.undone(time.monotonic())
+        if not contest.lost:
+            return
+        self.ledger.begin_life()  # counts of a version from now on are apart from those before
+        run, root = ours.manifest.run, self._memory.parent.parent.parent
+        named = PLAIN_NAME.fullmatch(str(state.version))  # an engine may answer anything, a pattern too
+        others = sorted(path.parent.name for path in root.glob(f"*/{state.version}")) if named else []
+        whose = " or ".join(f"run {other!r}" for other in others if other != run)
+        whose = whose or (f"run {run!r} too" if others else "a run that is not in this cache")
+        self.withheld = (
+            f"{contest.turns} times another client undid a swap of run {run!r} at once; {state.version}, which it puts "
+            f"there, is of {whose}. One of the two must leave: end that agent, then restart this one, or the engine"
+        )
+        self._metrics.contested.labels(self.url).set(1)
+        log.error("%s is given up, and is only counted from now on: %s", self.url, self.withheld)
+
+    def _is_ours(self, version: str | None) -> bool:
+        """Whether a version is one of the run's, as far as the cache knows."""
+        if version is None:
+            return True
+        return PLAIN_NAME.fullmatch(version) is not None and (self._memory.parent.parent / version).is_dir()
 
     def _keep_good(self) -> None:
         """Keep the canary's good version as the fallback, also where it was accepted without a trial."""
@@ -325,6 +368,7 @@ class EngineFollower:
                 outcome = "rolled_back"
         insisted = self._choice.rejected.pop(release.version, None) is not None
         canary.loaded(release.version, exempt=insisted, replayed=release.manifest.replayed_alpha)
+        self._process.contest.took(time.monotonic(), others=not self._is_ours(before))
         self._process.took(release)
         self._last_fault = ""
         self._choice.sequence = max(self._choice.sequence, release.sequence)

@@ -30,6 +30,8 @@ class AgentMetrics:
         self.errors = counter("draftalign_agent_errors", "Failures by peer and kind.", ["peer", "kind"])
         text = "Rounds around a swap or restart, which belong to no single drafter version."
         self.unattributed = gauge("draftalign_agent_unattributed_rounds", text, ["engine"])
+        text = "1 for an engine that was given up to another client, which undid every swap."
+        self.contested = gauge("draftalign_agent_contested", text, ["engine"])
         self._versions: dict[str, OrderedDict[str, None]] = {}
         self._loaded: dict[str, str] = {}
 

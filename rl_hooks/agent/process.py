@@ -15,6 +15,12 @@ from rl_hooks.engines.protocol import EngineState
 from rl_hooks.errors import AgentError
 from rl_hooks.release import Release, VerifiedManifest, parse_manifest
 
+#: A swap that another client undoes within this time is a turn of a contest.
+_TURN_SECONDS: Final = 300.0
+#: Turns after which the agent gives the engine up. An agent that found another's drafter there gives up sooner.
+_TURNS_YOUNGER: Final = 3
+_TURNS: Final = 5
+
 #: What a memory raises that another release wrote, or that is damaged.
 UNREADABLE: Final = (AgentError, KeyError, TypeError, ValueError, AttributeError)
 
@@ -122,6 +128,35 @@ class Seen:
 
 
 @dataclass(slots=True)
+class RivalClient:
+    """Another client that undoes the agent's swaps, such as an agent of another run.
+
+    Neither would stop by itself. The first one to give up leaves the engine to the other. Their limits differ, so that
+    they do not both give up.
+    """
+
+    turns: int = 0
+    younger: bool = False
+    _took_at: float | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the engine is given up."""
+        return self.turns >= (_TURNS_YOUNGER if self.younger else _TURNS)
+
+    def took(self, now: float, *, others: bool) -> None:
+        """Note a swap by the agent. `others`: it replaced a drafter that is not of the agent's run."""
+        if not self.turns:
+            self.younger = self.younger or (self._took_at is None and others)
+        self._took_at = now
+
+    def undone(self, now: float) -> None:
+        """Note that another client has replaced the agent's drafter."""
+        soon = self._took_at is not None and now - self._took_at <= _TURN_SECONDS
+        self.turns = self.turns + 1 if soon else 0
+
+
+@dataclass(slots=True)
 class EngineProcess:
     """Facts about one process of the engine. A restarted engine gets a new object."""
 
@@ -136,6 +171,7 @@ class EngineProcess:
     fetched_again: str | None = None
     #: Sequences that the engine refused for good.
     given_up: set[int] = field(default_factory=set)
+    contest: RivalClient = field(default_factory=RivalClient)
     #: Requests for `_asked_for` for which no swap was seen yet: the engine may still be working on them.
     unseen_swaps: int = 0
     _asked_for: str | None = None

@@ -59,6 +59,8 @@ _MAX_COUNTED: Final = 1 << 20
 _MAX_LINE: Final = 4096
 #: Method of counts that were made with a published drafter.
 OUR_DRAFTER: Final = "drafter"
+#: Method of counts that were made with another client's drafter.
+ANOTHERS_DRAFTER: Final = "anothers-drafter"
 #: Buckets kept per engine: the oldest that the service has acknowledged goes first.
 MAX_BUCKETS: Final = 32
 

@@ -35,6 +35,7 @@ from service.monitor.headroom import longest_pause
 from service.monitor.live.watch import EngineVerdict, failed_pushes
 from service.monitor.metrics import RunSnapshot, advice_of
 from service.monitor.records import (
+    ANOTHERS_DRAFTER,
     AcceptanceRecord,
     Arrival,
     Estimate,
@@ -329,6 +330,8 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
     dead = [letter for _, letter in ended if letter is not None]
     engines = [found for found in _engines(snapshot).values() if found]
     reports = [record for found in engines for record in found]
+    newest = {r.reporter: r for r in sorted(snapshot.acceptances, key=lambda r: r.reported)}
+    recent_reports = [r for r in newest.values() if snapshot.now - r.reported <= ENGINE_SILENT_SECONDS]
     vocabulary = snapshot.worker.vocabulary or Vocabulary()
     queued, size = int(counters.get("items") or 0), int(counters.get("bytes") or 0)
     limit_bytes = snapshot.queue_limit_bytes
@@ -354,6 +357,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         cause=snapshot.cause,
         engines=[found[0] for found in engines],
         drafted=any(record.rounds for record in reports),
+        contested=[r for r in recent_reports if r.reporter is not None and r.method == ANOTHERS_DRAFTER],
         failed_pushes=max((len(failed_pushes(e, snapshot.pushes)) for e in snapshot.watch.engines), default=0),
         last_engine_report=max((r.reported for r in snapshot.acceptances), default=snapshot.last_report),
         headroom=advice_of(snapshot),

@@ -47,6 +47,7 @@ _MOST_TILT: Final = 5.0  # a larger tilt is shown as this one: its exponential w
 _MIX: Final = 0.05  # a larger fall of log α by another mix of prompts is mentioned
 _BETTER, _WORSE = 1.02, 0.98  # served over frozen: between them they are level
 _REASON_CHARACTERS: Final = 300
+_CONTEST_CHARACTERS: Final = 400  # two runs and a version are named
 
 #: Verdicts on an engine, the states that they make of the run, and the words for them.
 _SICK: Final = (
@@ -117,6 +118,8 @@ class RunFacts(KnownOfRun):
     engines: Sequence[AcceptanceRecord] = ()
     #: Whether these engines have counted a round.
     drafted: bool = True
+    #: The newest report of each engine that another client keeps on its own drafter.
+    contested: Sequence[AcceptanceRecord] = ()
     #: How many pushes did not revive the drafter of an engine that is dead.
     failed_pushes: int = 0
     last_engine_report: float | None = None
@@ -346,6 +349,10 @@ def _of_engines(facts: RunFacts) -> Iterator[Headline]:
         if engine.name == "depth":
             yield _found("warn", "engine_depth", "Other depth", f": {engine.reporter}: {engine.text}.")
             break
+    if facts.contested:
+        worst = max(facts.contested, key=lambda report: report.reported)
+        why = _short((worst.withheld or "its agent's log says why").rstrip("."), _CONTEST_CHARACTERS)
+        yield _found("warn", "engine_contested", "Contested", f": {worst.reporter}: {why}.{_more(facts.contested)}")
     yield from _of_unswapped(facts)
     lower = [engine for engine in facts.watch.engines if engine.name == "lower"]
     if lower:

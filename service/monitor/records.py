@@ -23,6 +23,8 @@ DRAFTERS: Final = ("served", "candidate", "frozen", "ngram", "best")
 OUR_DRAFTER: Final = "drafter"
 #: `drafting` of an engine that drafts trees. Replay computes chains, so it says nothing about such rounds.
 TREES: Final = "trees"
+#: Method of counts that an engine made with another client's drafter instead of the run's.
+ANOTHERS_DRAFTER: Final = "anothers-drafter"
 #: Follows the name of a replayed prompt whose answers have several turns. Engines take each turn for another prompt.
 TURNS_MARK: Final = "+"
 #: A reporter that is silent for longer is away, or its engine sleeps: what it drafts with meanwhile is not known.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +27,7 @@ from engine_fixtures import (
     write,
 )
 from safetensors.torch import load_file, save_file
-from service_fixtures import RunningService
+from service_fixtures import HEADERS, RunningService, run_file
 
 from drafter.files.checkpoint import config_fingerprint
 from drafter.model.eagle3 import Eagle3Drafter
@@ -225,3 +228,60 @@ def failures(agent: SwapAgent) -> float:
         for sample in family.samples
         if sample.name == "draftalign_agent_errors_total" or sample.labels.get("outcome") == "refused"
     )
+
+
+@contextmanager
+def agent_process(service: RunningService, engine_url: str, run: str, cache: Path, log: Path) -> Iterator[None]:
+    """`draftalign-agent` as it is typed, in a process of its own."""
+    command = [sys.executable, "-c", "from rl_hooks.agent.cli import main; main()", "--url", engine_url]
+    command += ["--service", service.url, "--run", run, "--cache-dir", str(cache), "--report-seconds", "0.2"]
+    command += ["--agent-id", f"agent-{run}", "--canary-rounds", "0"]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+
+
+@pytest.mark.slow
+def test_of_two_agents_of_two_runs_one_gives_the_engine_up_and_both_runs_are_named(
+    service: RunningService, tmp_path: Path
+) -> None:
+    """The younger one goes. It goes on counting, and its run's headline says why it has no drafter in the engine."""
+    service.client.put("/runs/second", content=run_file(), headers=HEADERS).raise_for_status()
+    one = _publish(service, trained_drafter(), tmp_path / "one")
+    other = random_drafter(base_policy()[0], seed=5, draft_vocab_size=96)
+    two = _publish(service, other, tmp_path / "two", run="second")
+    logs, cache = (tmp_path / "first.log", tmp_path / "second.log"), tmp_path / "cache"
+    prompts = elicit_prompts(8)
+
+    def contested(run: str) -> str:
+        said = service.client.get(f"/runs/{run}").json()["headline"]
+        return next((text for text in (said["text"], *said["also"]) if text.startswith("Contested")), "")
+
+    def generate() -> bool:
+        running.engine.submit(prompts, GREEDY).result(timeout=60)
+        return True
+
+    with served_engine() as running, agent_process(service, running.url, "default", cache, logs[0]):
+        eventually(lambda: running.engine.drafter_version == one)
+        with agent_process(service, running.url, "second", cache, logs[1]):
+            eventually(lambda: generate() and "is given up" in logs[1].read_text(), 20.0)
+            text = eventually(lambda: generate() and contested("second"))
+            swaps = running.engine.counters().drafter_swaps
+            for _ in range(10):
+                generate()
+                time.sleep(0.1)
+            assert running.engine.counters().drafter_swaps == swaps
+            assert running.engine.drafter_version == one
+            servers = service.client.get("/alpha", params={"run": "second"}).json()["servers"]
+    assert "3 times another client undid a swap of run 'second' at once" in text
+    assert f"{one}, which it puts there, is of run 'default'" in text
+    assert logs[1].read_text().count("is given up") == 1
+    assert "is given up" not in logs[0].read_text()
+    assert contested("default") == ""
+    assert ("anothers-drafter", one) in [(line["method"], line["drafter_version"]) for line in servers]
+    assert 6 <= swaps <= 8, "the first of each, three turns of the younger and those that undid them"
+    assert two != one

@@ -20,6 +20,7 @@ from rl_hooks.agent.process import (
     EngineProcess,
     LoadedVersion,
     ReleaseChoice,
+    RivalClient,
     Seen,
     Since,
     between,
@@ -202,7 +203,30 @@ def test_layers_that_are_none_are_not_told(said: object) -> None:
     assert layers_of([2, 18, 33]) == (2, 18, 33)
 
 
-def follower_of(cache: Path) -> EngineFollower:
+def test_of_two_clients_that_undo_each_other_the_younger_one_goes_first() -> None:
+    elder, younger = RivalClient(), RivalClient()
+    elder.took(0.0, others=False)
+    turns, now = 0, 1.0
+    while not (elder.lost or younger.lost):
+        younger.took(now, others=True)
+        elder.undone(now)
+        if elder.lost:
+            break
+        elder.took(now + 1, others=True)
+        younger.undone(now + 1)
+        turns, now = turns + 1, now + 2
+    assert (turns, elder.lost, younger.lost) == (3, False, True)
+
+
+def test_a_person_who_swaps_now_and_then_is_no_contest() -> None:
+    contest = RivalClient()
+    for hour in range(20):
+        contest.took(3600.0 * hour, others=False)
+        contest.undone(3600.0 * hour + 600)
+    assert (contest.turns, contest.lost) == (0, False)
+
+
+def contender(cache: Path) -> EngineFollower:
     """A follower whose engine has had v1 of its run."""
 
     def fetch(*_: Any) -> Release:
@@ -212,6 +236,29 @@ def follower_of(cache: Path) -> EngineFollower:
     follower = EngineFollower(engine, CanaryRule(rounds=200), AgentMetrics(), cache, fetch)
     follower._took(release(1), None)
     return follower
+
+
+@pytest.mark.parametrize("version", ["a**", "../../**", "\N{SNOWMAN}" * 200, "\0", ""])
+def test_whatever_an_engine_calls_the_drafter_of_another_client_it_is_given_up(version: str, tmp_path: Path) -> None:
+    """No pattern that it answers is looked for on the disk, and no name is too long."""
+    follower = contender(tmp_path / "default")
+    while not follower._process.contest.lost:
+        follower._took(release(1), version)
+        follower._contend(EngineState(version, True, 2))
+    assert "is of a run that is not in this cache" in follower.withheld
+
+
+def test_what_is_counted_with_anothers_drafter_is_of_another_life(tmp_path: Path) -> None:
+    """It may be a version that was counted as the run's own, and the service knows counts by their version."""
+    follower = contender(tmp_path / "default")
+    (tmp_path / "default" / release(2).version).mkdir(parents=True)
+    life = follower.ledger.life
+    while not follower._process.contest.lost:
+        assert follower.ledger.life == life
+        follower._took(release(1), release(2).version)
+        follower._contend(EngineState(release(2).version, True, 2))
+    assert "is of run 'default' too" in follower.withheld
+    assert follower.ledger.life != life
 
 
 RECORDED = Path(__file__).with_name("recorded") / "memory.json"
@@ -259,7 +306,7 @@ def test_what_an_agent_has_rejected_stays_out_also_where_the_rest_cannot_be_read
 
 
 def test_an_agent_takes_up_the_marks_of_the_engines_process_and_of_its_counts(tmp_path: Path) -> None:
-    follower = follower_of(tmp_path / "default")
+    follower = contender(tmp_path / "default")
     follower.seen.look(replace(scrape(10), life="the engine's"), EngineState("a", True, 1), 1.0)
     follower._store()
     again = EngineFollower(follower._engine, CanaryRule(rounds=200), AgentMetrics(), tmp_path / "default", None)  # type: ignore[arg-type]

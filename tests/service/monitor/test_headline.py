@@ -530,6 +530,14 @@ def test_a_run_that_waits_for_memory_is_not_called_refused() -> None:
     assert headline(facts(worker_error=told)).state == "refused"
 
 
+def test_an_engine_that_another_client_keeps_is_named_with_both_runs() -> None:
+    record = AcceptanceRecord(reporter="agent e", method="anothers-drafter", withheld="of run 'b' and run 'a'.")
+    text = "Contested: agent e: of run 'b' and run 'a'."
+    assert said(headline(facts(contested=[record]))) == ("warn", "engine_contested", text)
+    two = headline(facts(contested=[record, replace(record, withheld=None, created=NOW)]))
+    assert two.text == "Contested: agent e: its agent's log says why. So it is in 1 more."
+
+
 def test_an_engine_that_is_silent_with_what_was_replaced_is_away_and_not_unswapped() -> None:
     found = unswapped(behind=20.0, created=NOW - 240)
     assert found.state == "aligned"
