@@ -24,7 +24,7 @@ from service.monitor.records import AWAY_SECONDS, AcceptanceRecord, HeldVersion,
 RECENT_BATCHES: Final = 20
 #: A worker is called silent after this time; it sends a heartbeat every 3 s.
 SILENT_SECONDS: Final = 10.0
-#: The same for a worker that refuses a run: it tries again every 60 s, and sends no heartbeat for the run meanwhile.
+#: The same for a worker that refuses a run: it sends no heartbeat for it while it tries again.
 _REFUSED_SECONDS: Final = 75.0
 #: A worker that was started with the API has opened its runs by then.
 _START_SECONDS: Final = 30.0
