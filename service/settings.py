@@ -34,8 +34,16 @@ def _not_empty(path: object) -> object:
     return path
 
 
+def regular_file(path: Path) -> Path:
+    """The path. ValueError where a pipe, device or directory is there: to open a pipe waits until somebody writes."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file; name one, it is read more than once")
+    return path
+
+
 #: A path that may begin with `~`.
 HomePath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(at_home)]
+_GivenFile = Annotated[HomePath, AfterValidator(regular_file)]
 
 
 def redis_place(url: str) -> str:
@@ -91,15 +99,15 @@ class Settings(BaseSettings):
         SecretStr(""),
         description='Tokens: "secret:write,read;other:admin", or a token file\'s lines; empty: loopback only.',
     )
-    token_file: HomePath | None = Field(
+    token_file: _GivenFile | None = Field(
         None, description="More tokens, hashed and limited to runs; `draftalign token` adds one. Read again on change."
     )
-    tls_cert: HomePath | None = Field(
+    tls_cert: _GivenFile | None = Field(
         None, description="PEM file with the API's certificate chain: it then speaks https."
     )
-    tls_key: HomePath | None = Field(None, description="PEM file with that certificate's private key.")
+    tls_key: _GivenFile | None = Field(None, description="PEM file with that certificate's private key.")
 
-    signing_key_file: HomePath | None = Field(
+    signing_key_file: _GivenFile | None = Field(
         None, description="Private Ed25519 key (PEM) that signs manifests; `draftalign keygen` makes one."
     )
 

@@ -40,7 +40,6 @@ RULES: Final[dict[tuple[str, str], tuple[str, str]]] = {
     ("GET", "/metrics"): ("read", "listed"),
     ("GET", "/"): ("read", "none"),
     ("GET", "/docs"): ("read", "none"),
-    ("GET", "/docs/oauth2-redirect"): ("read", "none"),
     ("GET", "/openapi.json"): ("read", "none"),
     ("GET", "/healthz"): ("public", "none"),
     ("GET", "/readyz"): ("public", "none"),

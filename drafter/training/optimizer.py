@@ -156,9 +156,10 @@ class Optimizer:
 
     def load(self, stored: Mapping[str, Tensor]) -> None:
         """Go on from what `state` gave; `stored` holds what `expected` names, in the parameters' types."""
-        self._held = {}
+        held: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self._named.items():
             moments = self._moments(name)
             if any(f"{m}.{name}" in stored for m in moments):
                 where = {m: parameter.device if m != "step" or self._fused else "cpu" for m in moments}
-                self._held[name] = {m: stored[f"{m}.{name}"].to(where[m]) for m in moments}
+                held[name] = {m: stored[f"{m}.{name}"].to(where[m]) for m in moments}
+        self._held = held

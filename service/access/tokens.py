@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rl_hooks.durable import append_line
 from service.errors import ConfigurationError
-from service.settings import SCOPES, Scope, Settings
+from service.settings import SCOPES, Scope, Settings, regular_file
 from service.storage.layout import revalidate
 
 log = logging.getLogger("draftalign.api")
@@ -88,6 +88,10 @@ def new_secret() -> str:
 
 def read_entries(path: Path) -> list[TokenEntry]:
     """All entries of a token file. Raises ConfigurationError, which names the line, and OSError."""
+    try:
+        regular_file(path)  # also while the service runs
+    except ValueError as error:
+        raise ConfigurationError(f"token file {error}") from None
     with path.open("rb") as file:
         text = file.read(_MAX_FILE_BYTES + 1)
     if len(text) > _MAX_FILE_BYTES:

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
 from redis.asyncio.retry import Retry
@@ -102,18 +103,21 @@ def create_app(settings: Settings) -> FastAPI:
         app.state.context.close()
         await client.aclose()
 
-    app = FastAPIOffline(  # `/docs` takes its script from here, not from a stranger's host
+    app = FastAPIOffline(  # `describe` takes its script from here, not from a stranger's host
         static_url="/docs/static",
         title="draftalign",
         version=str(API_VERSION),
         description="Keeps a speculative-decoding drafter in step with a policy that RL keeps changing.",
         lifespan=lifespan,
+        docs_url=None,
         redoc_url=None,
+        servers=[{"url": "."}],  # beside `/openapi.json`, also behind a proxy that takes a prefix off
     )
     context = app.state.context = ServiceContext(settings, client)
     auditor = Auditor(AuditLog(context.layout))
     app.add_middleware(Guard, tokens=context.access.tokens, auditor=auditor, find=context.looks.find)
     problems.install(app)
+    app.get("/docs", include_in_schema=False)(describe)
     parts = [part.router for part in (rollouts_api, direct_api, runs_api, dead_api, drafters_api, acceptance_api)]
     for part in (*parts, router):
         for route in part.routes:
@@ -221,6 +225,18 @@ def page_html() -> str:
     script = text.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return text.replace("script-src 'unsafe-inline'", f"script-src 'sha256-{digest}'")
+
+
+async def describe() -> HTMLResponse:
+    """Show the API's calls. Addresses are relative, as on the page: a proxy may take a prefix off."""
+    static = "docs/static/swagger-ui"
+    return get_swagger_ui_html(
+        openapi_url="openapi.json",
+        title="draftalign",
+        swagger_js_url=f"{static}-bundle.js",
+        swagger_css_url=f"{static}.css",
+        swagger_favicon_url="docs/static/favicon.png",
+    )
 
 
 class Server(uvicorn.Server):

@@ -72,7 +72,10 @@ _POLL_SECONDS: Final = 0.1
             "description": "The same target is registered already; `warning`: what was ignored.",
         },
         409: {"description": "The run is another target's or policy's, or takes no more rollouts."},
-        503: {"description": "`run-being-deleted`: an earlier run of this name is; send it again."},
+        503: {
+            "description": "`run-being-deleted`: an earlier run of this name is; send it again. "
+            "`run-of-another-state`: another service has it in this Redis."
+        },
         403: {"description": "`too-many-runs`, in all or of the token's share: a person has to make room."},
         429: {"description": "`too-many-heads`; `spool-low`."},
     },
@@ -109,7 +112,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
         if created:
             await asyncio.to_thread(check_initial_drafter, upload.path)
             await context.redis.check()  # Redis may have stopped while the file came
-            forget = context.forgetting(run)  # the keys of an earlier run of this name, which may take long
+            forget = context.forgetting(run, begins=True)  # may take long
             created = await context.locking(commit_run, context.layout, record, upload, forget, refused=refused)
             if created and refused is not None:
                 await context.redis.soon(

@@ -112,9 +112,10 @@ class Supervisor:
         self._stopping = False
 
     def run(self) -> None:
-        """Run until SIGINT or SIGTERM."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
+        """Run until SIGINT, SIGTERM, or the terminal's end (SIGHUP, unless `nohup` has it ignored)."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
         try:
             for child in self.children:
                 child.start()

@@ -56,7 +56,7 @@ def _check_device(name: str, ranks: int = 1) -> None:
 
 
 def run_up(settings: Settings) -> None:
-    """Run until SIGINT or SIGTERM, then stop every part in order."""
+    """Run until a signal asks for the end, then stop every part in order."""
     # All of these are checked here, too: else `up` would restart a child that refuses to start again and again.
     check_torch()
     check_binding(settings)

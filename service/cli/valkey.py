@@ -119,7 +119,8 @@ class EmbeddedValkey:
 
 def _socket_path(directory: Path) -> Path:
     path = directory / "valkey.sock"
-    if len(os.fsencode(path)) <= _MAX_SOCKET_PATH:
+    # A URL can name a path in UTF-8 only; in another encoding it has characters that are not printable.
+    if len(os.fsencode(path)) <= _MAX_SOCKET_PATH and str(path).isprintable():
         return path
     # A digest, not a random name: every process of this state directory must find the same path.
     name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]

@@ -24,13 +24,12 @@ from service.monitor.records import AWAY_SECONDS, AcceptanceRecord, HeldVersion,
 RECENT_BATCHES: Final = 20
 #: A worker is called silent after this time; it sends a heartbeat every 3 s.
 SILENT_SECONDS: Final = 10.0
-#: The same for a worker that refuses a run: it tries again every 60 s, and sends no heartbeat for the run meanwhile.
+#: The same for a worker that refuses a run: it sends no heartbeat for it while it tries again.
 _REFUSED_SECONDS: Final = 75.0
 #: A worker that was started with the API has opened its runs by then.
 _START_SECONDS: Final = 30.0
 #: An engine that has reported nothing for this time is not mentioned.
 ENGINE_SILENT_SECONDS: Final = 600.0
-#: Where no rollouts came for longer, a sent drafter is said to wait because none come.
 #: After a publish every engine has the version by then (the alert `DraftalignEngineBehind` uses the same time).
 _UNSWAPPED_SECONDS: Final = 600.0
 #: Where this number of the newest batches are dead in a row, there is a warning, however many before them were good.

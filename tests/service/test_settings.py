@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +33,14 @@ from service.settings import Settings
 def test_a_setting_that_makes_no_sense_is_refused_by_its_name(name: str, value: Any) -> None:
     with pytest.raises(ValidationError, match=name):
         Settings(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["token_file", "tls_cert", "tls_key", "signing_key_file"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    given: dict[str, Any] = {name: tmp_path / "pipe"}
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValidationError, match=rf"(?s){name}.*pipe is no regular file; name one"):
+        Settings(**given)
 
 
 @pytest.mark.parametrize(

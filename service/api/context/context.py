@@ -19,6 +19,7 @@ from service.access.tokens import Tokens
 from service.api.context.disk import Disk
 from service.api.context.evidence import Evidence
 from service.api.context.looks import Looks
+from service.api.problems import Problem
 from service.errors import RegistryBusy
 from service.monitor.headline import REDIS_NEARLY_FULL
 from service.monitor.live.engine import LiveRule
@@ -31,7 +32,7 @@ from service.storage.layout import FileId, file_id, is_there
 from service.storage.mirror import state_of
 from service.storage.queue.dead import DeadLetters
 from service.storage.queue.incoming import Incoming
-from service.storage.queue.lease import give_back, take_from_workers
+from service.storage.queue.lease import give_back, is_worked_on, take_from_workers
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, fair_bound
 from service.storage.ready import PROBE_SECONDS, WriteTest, asked_of, memory_of
 from service.storage.registry import Registry
@@ -49,6 +50,12 @@ _LEFT_FULL: Final = 0.8
 _LEAST_SHARE: Final = 16
 #: Most requests that may wait for registry locks at a time.
 _LOCKING_THREADS: Final = 4
+#: Why a run cannot begin.
+_ANOTHERS_RUN: Final = (
+    "a worker works on a run {run!r} in this Redis, and this state has none: a Redis is one state's, so give this "
+    "service one of its own, or another database number (redis://HOST:6379/1). If the run was here and is lost, its "
+    "worker lets go within seconds: send this again"
+)
 #: A chart and a history that nobody has asked for in this time are dropped: they take up to 12 MiB a run.
 _UNASKED_SECONDS: Final = 3600.0
 
@@ -236,12 +243,21 @@ class ServiceContext:
         async with self._of(run).turn:
             return await self.locking(work, *args, **named)
 
-    def forgetting(self, run: str) -> Callable[[int | None], bool]:
-        """For a thread: delete a run's keys, in the event loop, which owns the Redis client (`Layout.fenced`)."""
+    def forgetting(self, run: str, *, begins: bool = False) -> Callable[[int | None], bool]:
+        """For a thread: delete a run's keys, in the event loop, which owns the Redis client (`Layout.fenced`).
+
+        `begins`: the keys are of an earlier run of this name. A Problem is raised while a worker has them: its run is
+        not in this state, so it is another state's, whose queue would be gone.
+        """
         loop = asyncio.get_running_loop()
 
+        async def forget_keys(fence: int | None) -> int | None:
+            if begins and await is_worked_on(self.redis.client, run):
+                raise Problem(503, "run-of-another-state", _ANOTHERS_RUN.format(run=run))
+            return await self.store(run).forget(fence)
+
         def forget(fence: int | None) -> bool:
-            return asyncio.run_coroutine_threadsafe(self.store(run).forget(fence), loop).result() is not None
+            return asyncio.run_coroutine_threadsafe(forget_keys(fence), loop).result() is not None
 
         return forget
 

@@ -111,6 +111,11 @@ async def take_from_workers(redis: redis.asyncio.Redis, run: str) -> bool:
     return bool(taken) or await redis.get(key) == _DELETING
 
 
+async def is_worked_on(redis: redis.asyncio.Redis, run: str) -> bool:
+    """Whether a worker holds the lease on a run."""
+    return await redis.get(Keys(run).lease) not in (None, _DELETING)
+
+
 async def give_back(redis: redis.asyncio.Redis, run: str) -> None:
     """Undo `take_from_workers`."""
     key = Keys(run).lease

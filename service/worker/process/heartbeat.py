@@ -1,6 +1,6 @@
 """The worker's sign of life, from a thread of its own: a training step, or the last save, may take longer than a lease.
 
-It renews the leases of the open runs, the holds on their entries, and says that somebody looks after the closed ones.
+It renews the leases of the open runs, the holds on their entries, and says that somebody looks after the others.
 """
 
 from __future__ import annotations
@@ -103,6 +103,8 @@ class Heartbeat:
                 if (worker := state.worker) is not None:
                     self._beat_open(run, worker)
                 self._beat_closed(run, state)
+                if worker is None and state.retry_at > time.monotonic():
+                    self._beat_refused(run)
             except RedisError as error:
                 log.debug("no heartbeat for %s: %s", run, error)
             except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
@@ -130,6 +132,11 @@ class Heartbeat:
                     Store(self._redis, run).set_worker()
             finally:
                 self._leases.give_back(run)  # though the disk fails: another worker may have it
+
+    def _beat_refused(self, run: str) -> None:
+        """Say that somebody looks after a run that is not tried again for now, which may be a day."""
+        if not self._stopping() and not self._leases.is_anothers(run) and is_there(self._layout.run_json(run)):
+            Store(self._redis, run).set_worker()
 
     def _log(self, what: str, error: Exception) -> None:
         if type(error) not in self._told:

@@ -6,12 +6,14 @@ import asyncio
 import base64
 import errno
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
+from urllib.parse import urljoin
 
 import httpx
 import pytest
@@ -43,9 +45,7 @@ def guarded(serve: Callable[..., RunningService]) -> RunningService:
 def paths(service: RunningService) -> list[str]:
     """Every path that the application has a route for, and one that it has not."""
     document = service.server.config.app.openapi()  # type: ignore[union-attr]
-    found = sorted(
-        {*document["paths"], "/docs", "/openapi.json", "/docs/oauth2-redirect", "/docs/static/swagger-ui.css"}
-    )
+    found = sorted({*document["paths"], "/docs", "/openapi.json", "/docs/static/swagger-ui.css"})
     assert len(found) >= 16
     version = service.registry.versions("default")[0]
     values = {"{run}": "default", "{version}": version, "{file}": "config.json", "{rollout_id}": "a"}
@@ -333,6 +333,19 @@ def test_probes_and_documentation_answer(service: RunningService) -> None:
     assert service.client.get("/docs").status_code == 200
     document = service.client.get("/openapi.json").json()
     assert {"/rollouts", "/drafter/latest", "/acceptance", "/alpha", "/runs/{run}"} <= document["paths"].keys()
+
+
+def test_the_description_and_its_calls_are_found_behind_a_proxy_that_takes_a_prefix_off(
+    service: RunningService,
+) -> None:
+    page = "http://proxy/draft/docs"
+    named = re.findall(r"""(?:src=|href=|\burl: )["']([^"']+)""", service.client.get("/docs").text)
+    asked = [urljoin(page, name) for name in named]
+    assert {"http://proxy/draft/docs/static/swagger-ui-bundle.js", "http://proxy/draft/openapi.json"} < {*asked}
+    for url in asked:
+        assert service.client.get(url.removeprefix("http://proxy/draft")).status_code == 200, url
+    [server] = service.client.get("/openapi.json").json()["servers"]
+    assert urljoin("http://proxy/draft/openapi.json", server["url"]) == "http://proxy/draft/"
 
 
 def test_every_call_is_described(service: RunningService) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,22 @@ def test_a_deleted_run_is_gone_from_everywhere_and_its_name_is_free(
     assert service.register().status_code == 201
     assert service.client.get("/runs/default").json()["drafter"] is None
     assert service.post(rollout_file()).status_code == 202
+
+
+def test_a_run_of_another_state_that_is_worked_on_in_the_same_redis_keeps_its_queue(
+    serve: Callable[..., RunningService], redis_client: Redis, tmp_path: Path
+) -> None:
+    first, second = serve(), serve(state_dir=tmp_path / "another")
+    assert first.register().status_code == 201
+    assert first.post(rollout_file()).status_code == 202
+    leases = Leases(redis_client)
+    assert leases.hold("default")
+    refused = second.register()
+    assert (refused.status_code, refused.json()["type"]) == (503, "urn:draftalign:run-of-another-state")
+    assert second.client.get("/runs").json()["runs"] == []
+    assert first.client.get("/runs/default").json()["rollouts"]["waiting"] == 1
+    leases.give_back("default")
+    assert second.register().status_code == 201, "a state that was lost may begin again"
 
 
 def test_a_run_at_work_is_unregistered_at_once_and_deleted_when_its_worker_has_let_go(

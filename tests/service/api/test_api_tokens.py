@@ -223,6 +223,16 @@ def test_a_broken_file_keeps_the_tokens_before_it_and_says_so(
         assert not broken()
 
 
+def test_what_is_no_file_is_never_opened_in_its_place(tokens: TokenFile) -> None:
+    """To open a pipe, or to read a terminal, would end all answers until somebody writes there."""
+    tokens.add("boss", "admin")
+    known, secret = Tokens(Settings(token_file=tokens.path)), tokens.secrets["boss"].encode()
+    tokens.path.unlink()
+    tokens.path.symlink_to("/dev/null")
+    assert known.find(secret) is not None
+    assert known.trouble == f"token file {tokens.path} is no regular file; name one, it is read more than once"
+
+
 def test_a_file_that_could_not_be_read_for_a_moment_is_read_at_the_next_request(
     tokens: TokenFile, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -110,13 +110,29 @@ def test_a_child_that_is_killed_is_started_again_and_the_others_stay(parent: Par
     assert alive(first["three"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_the_last_started_first_and_leaves_no_process(parent: Parent, number: int) -> None:
     children = parent.wait("started", 3)
     parent.process.send_signal(number)
     assert parent.process.wait(60) == 0
     assert [name for name, _ in parent.lines("ended")] == ["three", "two", "one"]
     assert not any(alive(pid) for _, pid in children)
+
+
+def test_under_nohup_the_end_of_the_terminal_stops_nothing(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup: what is started inherits it
+    try:
+        parent = Parent(tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    try:
+        first = parent.wait("started", 3)[0][1]
+        parent.process.send_signal(signal.SIGHUP)
+        os.kill(first, signal.SIGKILL)
+        parent.wait("started", 4)  # the parent is there, and started it again
+    finally:
+        parent.process.terminate()
+        parent.process.wait(60)
 
 
 def test_a_child_that_keeps_dying_is_started_ever_later(tmp_path: Path) -> None:
@@ -218,7 +234,7 @@ def test_nothing_to_supervise_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     supervisor = Supervisor([])
     supervisor._on_signal(signal.SIGTERM, None)
     supervisor._on_signal(signal.SIGTERM, None)
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     try:

@@ -61,13 +61,14 @@ def test_it_starts_answers_and_stops(tmp_path: Path) -> None:
     server.stop()
 
 
-def test_a_state_directory_may_have_any_name() -> None:
-    """As in a home directory that is named by an address."""
-    with tempfile.TemporaryDirectory(prefix="alice@corp #1?%41") as name:  # so short that the socket lies in it
+@pytest.mark.parametrize("own", [b"alice@corp #1?%41", b"gr\xfc\xdfe"], ids=["an address", "not UTF-8"])
+def test_a_state_directory_may_have_any_name(own: bytes) -> None:
+    """As in a home directory that is named by an address, or on a disk of another encoding."""
+    with tempfile.TemporaryDirectory(prefix=os.fsdecode(own)) as name:  # so short that the socket lies in it
         server = OwnValkey(Path(name))
         server.start()
         try:
-            assert server.socket.is_relative_to(name)
+            assert server.socket.is_relative_to(name) == own.isascii(), "a URL names paths in UTF-8 only"
             checked_redis(server.url)
             with connect(server.url) as client:
                 write_test(client)

@@ -20,8 +20,10 @@ import service.worker.process.worker
 from drafter.errors import CheckpointError, DrafterError
 from drafter.files.checkpoint import export_config
 from rl_hooks import wire
+from service.storage.queue.keys import Keys
+from service.storage.queue.lease import Leases
 from service.storage.registry import Registry
-from service.storage.runs import commit_run, read_run_header, untouched
+from service.storage.runs import commit_run, read_run_header, untouched, withdraw_run
 from service.worker.learner import Learner
 from service.worker.lineage import Lineage
 from service.worker.process.worker import Worker
@@ -112,6 +114,30 @@ def test_a_first_drafter_that_cannot_draft_is_tried_once_not_every_minute(
     worker._turn()
     assert staged.count("zz") == 3
     assert bench.layout.latest("zz").exists(), "another file is tried at once"
+
+
+def test_a_worker_that_leaves_a_run_alone_for_an_hour_is_not_called_silent(bench: Bench, worker: Worker) -> None:
+    """It would hide why nothing is done for the run, and page somebody."""
+    bad = bench.world.drafter()
+    for weight in bad.parameters():
+        weight.data.fill_(1e30)
+    bench.register(bench.world.run_file(drafter=bad), run="zz")
+    worker._turn()
+    assert worker._runs["zz"].retry_at > time.monotonic() + 3000.0
+    key = Keys("zz").worker
+
+    def beats() -> bool:
+        bench.redis.hdel(key, "heartbeat")
+        worker._heartbeat.beat()
+        return bool(bench.redis.hexists(key, "heartbeat"))
+
+    assert beats()
+    other = Leases(bench.redis)
+    assert other.hold("zz")
+    assert not beats(), "another worker has it, and says so itself"
+    other.give_back("zz")
+    withdraw_run(bench.layout, "zz")
+    assert not beats(), "nothing is written of one that is being deleted"
 
 
 def test_only_a_file_that_the_worker_cannot_begin_with_is_refused_and_only_until_it_can(
