@@ -318,11 +318,11 @@ class SGLangTap:
     def _admit(self, batch: Any) -> None:
         """Begin to collect the requests whose whole prompt is computed from this step on."""
         assert self.run is not None  # noqa: S101 - the caller has looked
-        tap = self.run.tap
+        tap, running = self.run.tap, set(map(id, batch.decoding_reqs or ()))  # of a mixed batch
         for request, begin in zip(batch.reqs, batch.prefix_lens, strict=True):
             if request.extend_batch_idx > 1 or request.retracted_stain:  # a later chunk, or not its beginning
                 continue
-            if request.rid in self._requests or not self._is_sampled(request):
+            if id(request) in running or request.rid in self._requests or not self._is_sampled(request):
                 continue
             if why := unlike_policy(request, draws=self._draws):
                 tap.tally.add("skipped_distribution")

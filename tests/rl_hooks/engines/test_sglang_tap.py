@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,8 +123,8 @@ class Engine:
             self.tap.cut()
         self.tap.turn(version, HEAD, lambda: None)
 
-    def prefill(self, *parts: tuple[Req, Script], chunk: int = 100) -> None:
-        """One chunk of each of these prompts."""
+    def prefill(self, *parts: tuple[Req, Script], chunk: int = 100, running: Sequence[Req] = ()) -> None:
+        """One chunk of each of these prompts. `running`: those that decode beside the others."""
         begins = [script.computed for _, script in parts]
         rows = [script.rows(self.draw, chunk, DEPTH) for _, script in parts]
         tokens = [token for row, _, _ in rows for token in row]
@@ -132,6 +132,7 @@ class Engine:
         batch = SimpleNamespace(
             reqs=[request for request, _ in parts],
             forward_mode=Mode("extend"),
+            decoding_reqs=running or None,
             prefix_lens=begins,
             extend_lens=[len(row) for row, _, _ in rows],
             input_ids=torch.tensor(tokens),
@@ -557,6 +558,8 @@ def test_what_is_left_out_is_counted_and_named_once_and_the_server_tells_the_cou
         request.sampling_params = Params(**changes)
         engine.prefill((request, script), chunk=4)
         engine.prefill((request, script), chunk=4)
+        request.extend_batch_idx = 1  # as after a prompt of one chunk
+        engine.prefill((request, script), running=[request])
     engine.prefill(made("long", prompt=8193), chunk=9000)
     answer = SimpleNamespace(internal_state={})
     engine.hooks.described(answer)
