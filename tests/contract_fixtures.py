@@ -407,6 +407,7 @@ CONTRACTS: dict[str, Contract] = {
                     "self.retracted_stain = False",
                 ),
             ),
+            Site(f"{_SGLANG}/managers/scheduler.py", does=("new_batch.decoding_reqs = running_batch.reqs",)),
             Site(f"{_SGLANG}/constants.py", does=("HEALTH_CHECK_RID_PREFIX = 'HEALTH_CHECK'",)),
             Site(f"{_SGLANG}/managers/scheduler.py", "Scheduler.on_idle"),
             Site(

@@ -21,7 +21,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -311,9 +311,9 @@ class _Download:
                 log.warning("%s: %s; asking the service itself", file, error)
                 self.redirected = self.direct = True
             except httpx.HTTPError as error:
-                if (now := self._have()) <= have:
+                self._check_time(now := self._have())
+                if now <= have:
                     raise DownloadError(f"{file} stopped at byte {now}: {cut(repr(error), 400)}") from error
-                self._check_time(now)
             else:
                 break
 
@@ -323,7 +323,7 @@ class _Download:
         headers = IDENTITY | ({"Range": f"bytes={have}-"} if have else {})
         url = f"/drafter/{self.manifest.version}/{self.file.name}"
         asked = {"run": self.manifest.run} | ({"direct": "true"} if self.direct else {})
-        with self.client.stream("GET", url, params=asked, headers=headers) as response:
+        with _ended(self.client), self.client.stream("GET", url, params=asked, headers=headers) as response:
             if response.status_code != 307 or self.direct:
                 # A store's answer is left to the digest: some stores mark their files with an encoding of their own.
                 refuse_encoded(response, f"GET {url}")
@@ -335,6 +335,7 @@ class _Download:
             # A client of its own: the service's has the token in its headers, and trusts only the service's authority.
             with (
                 httpx.Client(timeout=self.client.timeout, trust_env=False, verify=tls) as store,
+                _ended(store),
                 store.stream("GET", location, headers=headers) as response,
             ):
                 self._append(response, "the object store", have)
@@ -377,6 +378,18 @@ class _Download:
                 f"{DOWNLOAD_SECONDS:.0f} s, got {have}; goes on from there once the service was asked again. If "
                 "this comes back, see the network to the service"
             )
+
+
+@contextlib.contextmanager
+def _ended(client: httpx.Client) -> Iterator[None]:
+    """Close the client after `DOWNLOAD_SECONDS`: httpx bounds the time between two bytes, and no answer's headers."""
+    timer = threading.Timer(DOWNLOAD_SECONDS, client.close)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class _StoreFailed(Exception):  # noqa: N818

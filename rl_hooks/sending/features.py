@@ -160,9 +160,10 @@ def chosen_logits(
 def to_e4m3(x_NH: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise rows to float8 e4m3 with one float32 scale per row: x ≈ fp8 * scale. Returns ([N, H], [N])."""
     x = x_NH.float()
-    # A row of zeros keeps scale 1: dividing by its maximum would make NaN of it.
-    largest = x.abs().amax(dim=-1)
-    scale_N = torch.where(largest > 0, largest / _E4M3_MAX, torch.ones_like(largest))
+    scale_N = x.abs().amax(dim=-1) / _E4M3_MAX
+    # A scale of zero makes NaN of its row, and one below float32's normal range is too coarse to divide by: with scale
+    # 1 such a row is zeros.
+    scale_N = torch.where(scale_N >= torch.finfo(torch.float32).tiny, scale_N, torch.ones_like(scale_N))
     return (x / scale_N[:, None]).to(torch.float8_e4m3fn), scale_N
 
 

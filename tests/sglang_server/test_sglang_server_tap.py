@@ -157,6 +157,8 @@ def test_live_traffic_comes_out_exactly_and_replay_counts_the_rounds_that_the_en
     texts = [answer["output_ids"] for answer in answers]
     for prompt in prompts[:2]:  # not the policy's own distribution
         server.post("/generate", input_ids=prompt, sampling_params={"temperature": 0, "frequency_penalty": 0.5})
+    counts = server.client.get("/server_info").raise_for_status().json()["internal_states"][0]["draftalign_tap"]
+    assert (counts["skipped_distribution"], counts.get("failures", 0)) == (2, 0)
     batches = arrived(service, server, len(prompts), 0)
     found = check_rows(batches, model)
     wanted = [tuple(prompt + text) for prompt, text in zip(prompts, texts, strict=True)]

@@ -47,21 +47,30 @@ HEALTH_CHECK: Final = "HEALTH_CHECK"
 _WHOLE_VOCABULARY: Final = 1 << 30
 
 
-def is_plain(request: Any, *, draws: bool) -> bool:
-    """Whether a request is drawn from the policy's plain distribution. `draws`: this server does not verify greedily.
+def is_answered(request: Any) -> bool:
+    """Whether it is a client's request for an answer: no health check of SGLang's own, none of the prompt alone."""
+    return bool(
+        not request.rid.startswith(HEALTH_CHECK)
+        and request.sampling_params.max_new_tokens != 0
+        and request.origin_input_ids
+    )
 
-    Any sampling parameter that is not known to be harmless must have its default, because new releases add some.
+
+def unlike_policy(request: Any, *, draws: bool) -> str:
+    """What makes a request draw from another distribution than the policy's plain one; "" where nothing does.
+
+    `draws`: this server does not verify greedily. Any sampling parameter that is not known to be harmless must have its
+    default, because new releases add some.
     """
     params = request.sampling_params
-    if request.rid.startswith(HEALTH_CHECK) or params.max_new_tokens == 0 or not request.origin_input_ids:
-        return False
-    if any(getattr(request, name, None) is not None for name in _UNSET):
-        return False
+    for name in _UNSET:
+        if getattr(request, name, None) is not None:
+            return name
     sampling = sampling_of(params)
     if sampling.temperature > 0 and not draws:
-        return False
+        return "a temperature, which this server verifies greedily,"
     if sampling.top_p < 1 and sampling.top_k:  # SGLang draws the first token of these by another rule than the others
-        return False
+        return "top_p together with top_k"
     unset = type(params)()
     for name in params.__struct_fields__:
         value, default = getattr(params, name), getattr(unset, name)
@@ -69,8 +78,8 @@ def is_plain(request: Any, *, draws: bool) -> bool:
             continue
         if name == "min_new_tokens" and value == 1:  # the first token is no end; no drafter drafts that token
             continue
-        return False
-    return True
+        return str(name)  # not its value, which may be a user's text
+    return ""
 
 
 def sampling_of(params: Any) -> RequestSampling:

@@ -33,11 +33,12 @@ from rl_hooks.engines.sglang.memory import UPDATER
 from rl_hooks.engines.sglang.split import SplitPolicy
 from rl_hooks.engines.sglang.steps import (
     captured_layers,
-    is_plain,
+    is_answered,
     keep_final_states,
     prefill_step,
     request_of,
     round_step,
+    unlike_policy,
 )
 from rl_hooks.engines.sglang.updates import UPDATES, WRITTEN, PolicyUpdates
 from rl_hooks.engines.tap import MAX_TOKENS
@@ -53,6 +54,8 @@ _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 TARGET: Final = "sglang.srt.managers.tp_worker.TpModelWorker"
 RUNNER: Final = "sglang.srt.model_executor.model_runner.ModelRunner"
 REQUEST: Final = "sglang.srt.managers.schedule_batch.Req"
+#: The entry of `/server_info`'s first `internal_states` with the tap's counts.
+COUNTS: Final = "draftalign_tap"
 #: What a process that ends waits for what was collected, and a second more.
 _CLOSE_SECONDS: Final = 6.0
 
@@ -156,6 +159,14 @@ class SGLangTap:
         """Nothing runs: send what has ended."""
         if self._requests or (self.run is not None and self.run.tap.pending):
             self._guarded("sending what has ended", self._idle)
+
+    def described(self, answer: Any, *_: Any, **__: Any) -> None:
+        """SGLang's scheduler has said how it stands: add what was sent and what was not, after the tap's end, too."""
+        try:
+            if self.run is not None:
+                answer.internal_state[COUNTS] = self.run.counts()
+        except Exception as error:  # noqa: BLE001 - as everywhere
+            self._fault("telling the counts", error)
 
     # --- hooks: weights
     def update(self, updater: Any, request: Any, *_: Any, **__: Any) -> None:
@@ -307,11 +318,17 @@ class SGLangTap:
     def _admit(self, batch: Any) -> None:
         """Begin to collect the requests whose whole prompt is computed from this step on."""
         assert self.run is not None  # noqa: S101 - the caller has looked
-        tap = self.run.tap
+        tap, running = self.run.tap, set(map(id, batch.decoding_reqs or ()))  # of a mixed batch
         for request, begin in zip(batch.reqs, batch.prefix_lens, strict=True):
             if request.extend_batch_idx > 1 or request.retracted_stain:  # a later chunk, or not its beginning
                 continue
-            if request.rid in self._requests or not self._samples(request):
+            if id(request) in running or request.rid in self._requests or not self._is_sampled(request):
+                continue
+            if why := unlike_policy(request, draws=self._draws):
+                tap.tally.add("skipped_distribution")
+                tap.tally.warn(
+                    why, f"requests with {why} are not sent: only the policy's own distribution, of text, is"
+                )
                 continue
             if begin:
                 tap.tally.add("skipped_cached")
@@ -320,11 +337,13 @@ class SGLangTap:
             if request.rid in tap.collected:
                 self._requests[request.rid] = weakref.ref(request)
 
+    def _is_sampled(self, request: Any) -> bool:
+        return sampling_position(request.rid, "tap") < self._settings.sample_fraction and is_answered(request)
+
     def _samples(self, request: Any) -> bool:
         """Whether this request is to be collected, if it can be."""
-        if sampling_position(request.rid, "tap") >= self._settings.sample_fraction:
-            return False
-        return len(request.origin_input_ids) <= MAX_TOKENS and is_plain(request, draws=self._draws)
+        fits = self._is_sampled(request) and len(request.origin_input_ids) <= MAX_TOKENS
+        return fits and not unlike_policy(request, draws=self._draws)
 
     def _end_finished(self) -> None:
         """Tell the tap which requests have ended, and how many tokens they were answered."""
@@ -406,6 +425,7 @@ def register(registry: Any, kinds: Any, processor: str, tap: SGLangTap) -> None:
     registry.register(f"{_SCHEDULER}.init_model_worker", tap.started, kinds.AFTER)
     registry.register(f"{_SCHEDULER}.on_idle", tap.idle, kinds.BEFORE)
     registry.register(f"{_SCHEDULER}.record_weight_version_change", tap.named, kinds.AFTER)
+    registry.register(f"{_SCHEDULER}.get_internal_state", tap.described, kinds.AFTER)
     for method in UPDATES:
         registry.register(f"{UPDATER}.{method}", tap.update, kinds.BEFORE)
         registry.register(f"{UPDATER}.{method}", tap.updated, kinds.AFTER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import logging
@@ -29,7 +30,7 @@ from rl_hooks.engines.counters import Counts, Snapshot
 from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.sglang.adapter import SGLangEngine
 from rl_hooks.engines.sglang.direct import LOADER
-from rl_hooks.errors import DigestError, EngineError, ManifestError
+from rl_hooks.errors import DigestError, DownloadError, EngineError, ManifestError
 from rl_hooks.format.drafter import MAX_CONFIG_BYTES, most_bytes, parse_drafter
 from rl_hooks.release import PublicKeys, new_key, parse_manifest
 from rl_hooks.sending.delivery import NO_SUCH_RUN
@@ -621,6 +622,45 @@ def test_a_download_that_drips_lets_the_service_be_asked_again_and_goes_on_where
         monkeypatch.setattr(download, "DOWNLOAD_SECONDS", 600.0)
         service.heal()
         eventually(lambda: engine.version == version)
+
+
+@pytest.mark.parametrize("at", ["service", "store"])
+@pytest.mark.parametrize(
+    ("first", "more"),
+    [(b"HTTP/1.1 200 OK\r\n", b"a: b\r\n"), (b"", b"HTTP/1.1 102 Processing\r\n\r\n")],
+    ids=["headers", "1xx"],
+)
+def test_an_answer_whose_headers_never_end_holds_no_download(
+    first: bytes, more: bytes, at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[str] = []
+
+    class Endless(BadService):
+        def answer(self, handler: BaseHTTPRequestHandler, path: str, query: dict[str, str], body: Any) -> None:
+            if path == "/of/the/store" or (path.count("/") == 3 and at == "service"):
+                monkeypatch.setattr(download, "DOWNLOAD_SECONDS", 600.0)  # for what is asked after this
+                with contextlib.suppress(OSError):  # until nobody reads any more
+                    handler.wfile.write(first)
+                    for _ in range(600):
+                        handler.wfile.write(more)
+                        time.sleep(0.1)
+                    held.append(path)
+            elif path.count("/") == 3 and "direct" not in query:
+                monkeypatch.setattr(download, "DOWNLOAD_SECONDS", 2.0)  # for the store
+                self.send(handler, 307, headers={"Location": f"{self.url}/of/the/store"})
+            else:
+                super().answer(handler, path, query, body)
+
+    if at == "service":
+        monkeypatch.setattr(download, "DOWNLOAD_SECONDS", 2.0)
+    with serving(Endless()) as service, httpx.Client(base_url=service.url, timeout=60) as client:
+        service.publish(1)
+        assert service.manifest is not None
+        wanted = parse_manifest(service.manifest, "default")
+        refused = pytest.raises(DownloadError, match=r"expected .* bytes within .*, got 0")
+        with refused if at == "service" else contextlib.nullcontext():
+            fetch_release(client, wanted, tmp_path)
+    assert held == []
 
 
 # --- inside vLLM

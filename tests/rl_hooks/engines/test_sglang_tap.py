@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,7 @@ from rl_hooks.engines.collected import Collected, rollout_file
 from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.sglang import tap as module
 from rl_hooks.engines.sglang.split import SplitPolicy
-from rl_hooks.engines.sglang.steps import is_plain, request_of, sampling_of
+from rl_hooks.engines.sglang.steps import is_answered, request_of, sampling_of, unlike_policy
 from rl_hooks.engines.sglang.tap import SGLangTap
 from rl_hooks.engines.sglang.updates import PolicyUpdates
 from rl_hooks.engines.tap import FeatureTap
@@ -123,8 +123,8 @@ class Engine:
             self.tap.cut()
         self.tap.turn(version, HEAD, lambda: None)
 
-    def prefill(self, *parts: tuple[Req, Script], chunk: int = 100) -> None:
-        """One chunk of each of these prompts."""
+    def prefill(self, *parts: tuple[Req, Script], chunk: int = 100, running: Sequence[Req] = ()) -> None:
+        """One chunk of each of these prompts. `running`: those that decode beside the others."""
         begins = [script.computed for _, script in parts]
         rows = [script.rows(self.draw, chunk, DEPTH) for _, script in parts]
         tokens = [token for row, _, _ in rows for token in row]
@@ -132,6 +132,7 @@ class Engine:
         batch = SimpleNamespace(
             reqs=[request for request, _ in parts],
             forward_mode=Mode("extend"),
+            decoding_reqs=running or None,
             prefix_lens=begins,
             extend_lens=[len(row) for row, _, _ in rows],
             input_ids=torch.tensor(tokens),
@@ -535,15 +536,41 @@ def test_only_requests_of_the_policys_own_distribution_are_marked_and_collected(
     for name in ("multimodal_inputs", "lora_id", "session"):
         request = Req("r", [1, 2])
         setattr(request, name, object())
-        assert not is_plain(request, draws=True)
-    assert not is_plain(Req("HEALTH_CHECK_1", [1]), draws=True)
+        assert unlike_policy(request, draws=True) == name
+    assert not is_answered(Req("HEALTH_CHECK_1", [1]))
     # A server that verifies greedily whatever was asked for draws nothing.
-    assert not is_plain(Req("r", [1]), draws=False)
-    assert is_plain(Req("r", [1], Params(top_k=1)), draws=False)
+    assert "temperature" in unlike_policy(Req("r", [1]), draws=False)
+    assert unlike_policy(Req("r", [1], Params(top_k=1)), draws=False) == ""
     assert sampling_of(Params(top_k=1)).temperature == 0.0
     assert (sampling_of(Params()).top_k, sampling_of(Params(top_k=5)).top_k) == (0, 5)
     assert request_of(Req("r", [1], Params(stop_token_ids={9}))).stop_ids == {STOP, 9}
     assert request_of(Req("r", [1], Params(stop_token_ids={9}, ignore_eos=True))).stop_ids == frozenset()
+
+
+def test_what_is_left_out_is_counted_and_named_once_and_the_server_tells_the_counts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(monkeypatch)
+    monkeypatch.setattr(engine.run, "counts", engine.tap.tally.counts)
+    odd: tuple[dict[str, Any], ...] = ({"min_p": 0.1}, {"min_p": 0.2}, {"top_p": 0.9, "top_k": 5})
+    for changes in (*odd, {"max_new_tokens": 0}):  # the last one has no answer: nothing is left out
+        request, script = made(str(changes), prompt=7)
+        request.sampling_params = Params(**changes)
+        engine.prefill((request, script), chunk=4)
+        engine.prefill((request, script), chunk=4)
+        request.extend_batch_idx = 1  # as after a prompt of one chunk
+        engine.prefill((request, script), running=[request])
+    engine.prefill(made("long", prompt=8193), chunk=9000)
+    answer = SimpleNamespace(internal_state={})
+    engine.hooks.described(answer)
+    counts = answer.internal_state["draftalign_tap"]
+    assert (counts["skipped_distribution"], counts["skipped_budget"]) == (3, 1)
+    assert caplog.text.count("requests with min_p are not sent") == 1
+    assert caplog.text.count("requests with top_p together with top_k are not sent") == 1
+    engine.hooks.ended = True
+    again = SimpleNamespace(internal_state={})
+    engine.hooks.described(again)
+    assert again == answer
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,14 @@ def test_8_bit_rows_survive_outliers_zeros_and_tiny_values() -> None:
         assert error < 0.04  # 3 mantissa bits: 2.7 % measured on Gaussian rows
 
 
+@pytest.mark.parametrize("largest", [1e-45, 2e-43, 3e-43, 1e-42, 7e-42, 1e-40, 5e-36, 6e-36])
+def test_8_bit_rows_below_the_range_of_a_scale_are_zeros_and_never_nan(largest: float) -> None:
+    x = torch.linspace(-largest, largest, 257)[None]  # with a zero: 0 / 0 is NaN
+    quantised, scale = to_e4m3(x)
+    back = quantised.float() * scale[:, None]
+    assert torch.allclose(back, x if largest > 448 * torch.finfo(torch.float32).tiny else x * 0, rtol=1 / 16, atol=0)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
