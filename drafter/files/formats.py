@@ -77,6 +77,7 @@ class Imported:
     layout: Layout
     notes: tuple[str, ...]
     verifier: Verifier
+    speculative_tokens: int  # drafted per round, as a speculators config proposes
 
 
 def import_drafter(
@@ -122,7 +123,7 @@ def import_drafter(
     stated = document.get("speculators_config") or {}
     if not isinstance(stated, Mapping):
         raise CheckpointError(f"config.json: speculators_config must be an object, got {stated!r}")
-    return Imported(stored, layout, (*notes, *engine_limits(config)), _verifier(stated))
+    return Imported(stored, layout, (*notes, *engine_limits(config)), _verifier(stated), _speculative_tokens(stated))
 
 
 def export_drafter(
@@ -131,11 +132,13 @@ def export_drafter(
     layout: Layout,
     *,
     verifier: Verifier | None = None,
+    speculative_tokens: int = _SPECULATIVE_TOKENS,
 ) -> None:
     """Write a drafter into an existing `directory` in one of `LAYOUTS`, synced to disk.
 
-    `verifier` names the target in a speculators config; the other layouts have no place for it. Raises
-    `CheckpointError` for a drafter that the layout's readers would silently compute otherwise.
+    `verifier` names the target in a speculators config, `speculative_tokens` is what that proposes to draft per round;
+    the other layouts have no place for them. Raises `CheckpointError` for a drafter that the layout's readers would
+    silently compute otherwise.
     """
     if layout not in LAYOUTS:
         raise CheckpointError(f"a layout is one of {', '.join(LAYOUTS)} (vLLM reads the first two), got {layout!r}")
@@ -163,7 +166,7 @@ def export_drafter(
         tensors, document = {**stored.weights, **maps}, _specforge_config(stored)
     else:
         renamed = {name.replace("midlayer.", "layers.0."): t for name, t in stored.tensors().items()}
-        tensors, document = renamed, _speculators_config(stored, verifier or Verifier())
+        tensors, document = renamed, _speculators_config(stored, verifier or Verifier(), speculative_tokens)
     write_files(directory, tensors, document)
 
 
@@ -355,6 +358,19 @@ def _verifier(stated: Mapping[str, Any]) -> Verifier:
     return Verifier(None if name is None else str(name), tuple(str(a) for a in names))
 
 
+def _speculative_tokens(stated: Mapping[str, Any]) -> int:
+    """What the default method proposes, or the first one where the default is not among them."""
+    methods = stated.get("proposal_methods") or []
+    if not isinstance(methods, list) or not all(isinstance(method, Mapping) for method in methods):
+        raise CheckpointError(f"config.json: proposal_methods must be a list of objects, got {methods!r:.200}")
+    default = stated.get("default_proposal_method")
+    chosen = [method for method in methods if method.get("proposal_type") == default] or methods
+    tokens = chosen[0].get("speculative_tokens", _SPECULATIVE_TOKENS) if chosen else _SPECULATIVE_TOKENS
+    if type(tokens) is not int or tokens < 1:
+        raise CheckpointError(f"config.json: speculative_tokens must be a positive integer, got {tokens!r}")
+    return tokens
+
+
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
@@ -365,7 +381,7 @@ def _specforge_config(stored: StoredDrafter) -> dict[str, Any]:
     return document
 
 
-def _speculators_config(stored: StoredDrafter, verifier: Verifier) -> dict[str, Any]:
+def _speculators_config(stored: StoredDrafter, verifier: Verifier, speculative_tokens: int) -> dict[str, Any]:
     """The nested config. Its aux ids are "entering" ones, as vLLM reads them; it has no second field for SGLang."""
     flat = export_config(stored.config, stored.dtype)
     layer = (
@@ -390,7 +406,7 @@ def _speculators_config(stored: StoredDrafter, verifier: Verifier) -> dict[str, 
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _SPECULATIVE_TOKENS}],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": speculative_tokens}],
             "verifier": {"name_or_path": verifier.name_or_path, "architectures": list(verifier.architectures)},
         },
     }

@@ -79,6 +79,7 @@ def convert(
                     imported.stored,
                     to,  # type: ignore[arg-type]
                     verifier=own if verifier in (None, own.name_or_path) else Verifier(verifier),
+                    speculative_tokens=imported.speculative_tokens,
                 )
         except Exception:
             if created and not any(destination.iterdir()):

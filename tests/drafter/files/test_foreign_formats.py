@@ -393,6 +393,8 @@ def test_a_policy_is_not_taken_for_a_drafter(tmp_path: Path) -> None:
         ({"speculators_config": 5}, "speculators_config must be an object"),
         ({"speculators_config": {"verifier": {"architectures": 5}}}, "verifier must be"),
         ({"speculators_config": {"verifier": "org/target"}}, "verifier must be"),
+        ({"speculators_config": {"proposal_methods": 5}}, "proposal_methods must be"),
+        ({"speculators_config": {"proposal_methods": [{"speculative_tokens": "5"}]}}, "speculative_tokens must be"),
     ],
 )
 def test_speculators_variants_that_compute_something_else_are_refused(

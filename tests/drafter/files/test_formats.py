@@ -84,16 +84,30 @@ def test_an_export_has_no_embedding_and_names_its_layers(tmp_path: Path, layout:
         assert document["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
 
 
-def test_a_speculators_config_keeps_its_verifier(tmp_path: Path) -> None:
+def test_a_speculators_config_keeps_its_verifier_and_its_tokens_per_round(tmp_path: Path) -> None:
     there, back, flat = (folder(tmp_path / name) for name in ("there", "back", "flat"))
     verifier = Verifier("Qwen/Qwen3-8B", ("Qwen3ForCausalLM",))
-    export_drafter(there, stored(), "speculators", verifier=verifier)
+    export_drafter(there, stored(), "speculators", verifier=verifier, speculative_tokens=5)
     first = import_drafter(there)
-    assert first.verifier == verifier
-    export_drafter(back, first.stored, "speculators", verifier=first.verifier)
+    assert (first.verifier, first.speculative_tokens) == (verifier, 5)
+    export_drafter(
+        back, first.stored, "speculators", verifier=first.verifier, speculative_tokens=first.speculative_tokens
+    )
     assert files(back) == files(there)
-    export_drafter(flat, first.stored, "sglang", verifier=first.verifier)
-    assert import_drafter(flat).verifier == Verifier(), "docs/reference/formats.md says so"
+    export_drafter(flat, first.stored, "sglang", verifier=first.verifier, speculative_tokens=5)
+    lost = import_drafter(flat)
+    assert (lost.verifier, lost.speculative_tokens) == (Verifier(), 3), "docs/reference/formats.md says so"
+
+
+def test_the_default_method_says_how_many_tokens_are_drafted(tmp_path: Path) -> None:
+    export_drafter(tmp_path, stored(), "speculators")
+    other, greedy = ({"proposal_type": n, "speculative_tokens": k} for n, k in (("other", 7), ("greedy", 4)))
+    rewrite(tmp_path, lambda d: d["speculators_config"].update(proposal_methods=[other, greedy]))
+    assert import_drafter(tmp_path).speculative_tokens == 4
+    rewrite(tmp_path, lambda d: d["speculators_config"].update(default_proposal_method=None))
+    assert import_drafter(tmp_path).speculative_tokens == 7
+    rewrite(tmp_path, lambda d: d.update(speculators_config=None))
+    assert import_drafter(tmp_path).speculative_tokens == 3
 
 
 def test_the_layers_own_architectures_are_the_policys(tmp_path: Path) -> None:

@@ -36,11 +36,13 @@ def test_convert_there_and_back_gives_the_same_files(tmp_path: Path, drafter_dir
         assert (back / name).read_bytes() == (drafter_dir / name).read_bytes()
 
 
-def test_convert_names_the_verifier_and_keeps_it(tmp_path: Path, drafter_dir: Path) -> None:
+def test_convert_names_the_verifier_and_keeps_it_and_the_tokens_per_round(tmp_path: Path, drafter_dir: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     worked("convert", drafter_dir, first, "--to", "speculators", "--verifier", "org/target")
     document = json.loads((first / CONFIG_FILE).read_text())
     assert document["speculators_config"]["verifier"]["name_or_path"] == "org/target"
+    document["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 5
+    (first / CONFIG_FILE).write_text(json.dumps(document))
     worked("convert", first, second, "--to", "speculators")
     assert json.loads((second / CONFIG_FILE).read_text()) == document
 
