@@ -9,6 +9,7 @@ DRAFTALIGN_TOKENS="$(cat tokens.jsonl)"           those of a token file, of whic
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
@@ -36,7 +37,7 @@ def _not_empty(path: object) -> object:
 
 def regular_file(path: Path) -> Path:
     """The path. ValueError where a pipe, device or directory is there: to open a pipe waits until somebody writes."""
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113 - `Path.exists` raises where it may not look
         raise ValueError(f"{path} is no regular file; name one, it is read more than once")
     return path
 

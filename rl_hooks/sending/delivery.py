@@ -53,7 +53,7 @@ _STOPPED: Final = "This process sends nothing until it is attached again; its ow
 _AGAIN: Final = "It is tried again, and training goes on"
 _CAME_BEFORE: Final = (
     "rollouts that this run has had before, token by token, are not used again. Has the trainer begun again with the "
-    "same seed? Another training needs another run name (the hook's run=)"
+    "same seed? Another training needs another run name (the hook's run=); one that goes on from a checkpoint does not"
 )
 _GONE: Final = "This process had registered it: it was deleted since, or the service has another state directory"
 _JITTER: Final = random.Random()  # noqa: S311 - not the global generator: the trainer's draws must stay as they are
@@ -200,7 +200,8 @@ class ServiceClient:
             self.wanted = self.wanted.after(fields)
             if fields.get("duplicate") is not True:
                 return "sent"
-            if first and not warning:  # a later try may repeat one whose answer was lost
+            # A later try may repeat one whose answer was lost; in a run that began here a loop shows rollouts twice.
+            if first and not warning and self.joined:
                 self.tally.note("duplicate", _CAME_BEFORE)
             return "duplicates"
         text = f"{self._name(job)} was answered {reply.status}: {reply.detail}"

@@ -93,6 +93,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     check_not_withdrawn(context.layout, run)
     if not is_there(context.layout.run_json(run)):
         await _check_number(context, caller)
+        await context.check_no_worker(run)
     check_open(context.layout, run, for_rollouts=True)  # a trainer that registers is about to send some
     refused = await _refused_file(context, run)
 
@@ -112,7 +113,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
         if created:
             await asyncio.to_thread(check_initial_drafter, upload.path)
             await context.redis.check()  # Redis may have stopped while the file came
-            forget = context.forgetting(run, begins=True)  # may take long
+            forget = context.forgetting(run)  # the keys of an earlier run of this name, which may take long
             created = await context.locking(commit_run, context.layout, record, upload, forget, refused=refused)
             if created and refused is not None:
                 await context.redis.soon(

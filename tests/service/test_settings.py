@@ -43,6 +43,14 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: P
         Settings(**given)
 
 
+def test_a_file_that_cannot_be_looked_at_is_no_fault_of_the_settings(tmp_path: Path) -> None:
+    """As one in a directory of root's: commands that do not read it must start, for whoever asks."""
+    unseen = tmp_path / ("k" * 300)
+    with pytest.raises(OSError, match="too long"):
+        unseen.stat()
+    assert Settings(token_file=unseen).token_file == unseen
+
+
 @pytest.mark.parametrize(
     ("host", "url"),
     [("127.0.0.1", "http://127.0.0.1:8400/"), ("::1", "http://[::1]:8400/"), ("node3", "http://node3:8400/")],

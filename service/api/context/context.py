@@ -54,7 +54,7 @@ _LOCKING_THREADS: Final = 4
 _ANOTHERS_RUN: Final = (
     "a worker works on a run {run!r} in this Redis, and this state has none: a Redis is one state's, so give this "
     "service one of its own, or another database number (redis://HOST:6379/1). If the run was here and is lost, its "
-    "worker lets go within seconds: send this again"
+    "worker lets go once its training in hand has ended: send this again"
 )
 #: A chart and a history that nobody has asked for in this time are dropped: they take up to 12 MiB a run.
 _UNASKED_SECONDS: Final = 3600.0
@@ -243,23 +243,19 @@ class ServiceContext:
         async with self._of(run).turn:
             return await self.locking(work, *args, **named)
 
-    def forgetting(self, run: str, *, begins: bool = False) -> Callable[[int | None], bool]:
-        """For a thread: delete a run's keys, in the event loop, which owns the Redis client (`Layout.fenced`).
-
-        `begins`: the keys are of an earlier run of this name. A Problem is raised while a worker has them: its run is
-        not in this state, so it is another state's, whose queue would be gone.
-        """
+    def forgetting(self, run: str) -> Callable[[int | None], bool]:
+        """For a thread: delete a run's keys, in the event loop, which owns the Redis client (`Layout.fenced`)."""
         loop = asyncio.get_running_loop()
 
-        async def forget_keys(fence: int | None) -> int | None:
-            if begins and await is_worked_on(self.redis.client, run):
-                raise Problem(503, "run-of-another-state", _ANOTHERS_RUN.format(run=run))
-            return await self.store(run).forget(fence)
-
         def forget(fence: int | None) -> bool:
-            return asyncio.run_coroutine_threadsafe(forget_keys(fence), loop).result() is not None
+            return asyncio.run_coroutine_threadsafe(self.store(run).forget(fence), loop).result() is not None
 
         return forget
+
+    async def check_no_worker(self, run: str) -> None:
+        """For a run that this state does not have: a Problem while a worker has its keys, which are another state's."""
+        if await is_worked_on(self.redis.client, run):
+            raise Problem(503, "run-of-another-state", _ANOTHERS_RUN.format(run=run))
 
     async def finish_deletion(self, run: str) -> bool:
         """Delete all of a withdrawn run. False while a worker still has it; True also if another deleted it."""

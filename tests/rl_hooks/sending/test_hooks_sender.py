@@ -264,20 +264,25 @@ def test_the_rows_that_the_run_wants_are_those_that_the_service_named_last() -> 
         sender.close()
 
 
-@pytest.mark.parametrize("tries", [1, 2])
-def test_duplicates_are_counted_apart_and_said_unless_a_try_may_have_arrived(
-    tries: int, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("statuses", "said"),
+    [((200, 200), 1), ((200, 503, 200), 0), ((201, 200), 0)],
+    ids=["begun again", "a try may have arrived", "the run began here, so a loop shows its rollouts twice"],
+)
+def test_duplicates_are_counted_apart_and_said_where_a_trainer_may_have_begun_again(
+    statuses: tuple[int, ...], said: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    answers: list[Answer] = [(status, {"Retry-After": "0"}, {"duplicate": True}) for status in statuses]
+    answers[0] = (statuses[0], {}, {})
     with receiver() as service:
-        answers: list[Answer] = [(503, {}, {}), (200, {}, {"duplicate": True})]
-        del answers[:-tries]
         service.answer = lambda _request: answers.pop(0)
-        sender = RolloutSender(service.url)
+        sender = RolloutSender(service.url, run="r")
+        sender.submit_job(Job("PUT", run_path("r"), lambda: [b"0"], 1))
         sender.submit([b"z"])
         stats = finished(sender)
-        assert (stats["duplicates"], stats["sent"]) == (1, 0)
+        assert (stats["duplicates"], stats["sent"]) == (1, 1)
         sender.close()
-    assert caplog.text.count("another run name (the hook's run=)") == (tries == 1)
+    assert caplog.text.count("another run name (the hook's run=)") == said
 
 
 def test_the_body_goes_out_after_a_second_when_the_server_ignores_expect() -> None:

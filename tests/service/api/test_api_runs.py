@@ -256,8 +256,10 @@ def test_a_run_of_another_state_that_is_worked_on_in_the_same_redis_keeps_its_qu
     assert first.post(rollout_file()).status_code == 202
     leases = Leases(redis_client)
     assert leases.hold("default")
-    refused = second.register()
+    # By its length alone: a hook that waits for "100 Continue" sends gigabytes to nobody.
+    refused = second.client.put("/runs/default", content=b"no registration", headers=HEADERS)
     assert (refused.status_code, refused.json()["type"]) == (503, "urn:draftalign:run-of-another-state")
+    assert second.register().status_code == 503
     assert second.client.get("/runs").json()["runs"] == []
     assert first.client.get("/runs/default").json()["rollouts"]["waiting"] == 1
     leases.give_back("default")
