@@ -34,7 +34,7 @@ _DIGEST_DIGITS: Final = 16
 _NAME_CHARACTERS: Final = 128 - 1 - _DIGEST_DIGITS
 #: A fall of policy versions by this much may be a return to an earlier checkpoint; a smaller one is a late batch.
 _FALL: Final = 3
-#: Of a policy version, so many rollouts are noted as offered; the others do not count, for a loop may never raise it.
+#: Rollouts of a policy version that are noted as offered; more do not count, for a loop may never raise its version.
 _NOTED_ROLLOUTS: Final = 65_536
 
 

@@ -315,7 +315,7 @@ def test_late_rollouts_of_several_versions_do_not_renew_budgets_again_and_again(
     assert max(sent.values()) <= 2 * 20, "once they look as if the trainer had gone back to an earlier checkpoint"
 
 
-def test_of_one_policy_version_so_many_rollouts_are_noted_as_offered() -> None:
+def test_what_is_noted_of_one_policy_version_is_bounded() -> None:
     """A loop may never raise it."""
     choice = RolloutChoice(1e-9, 20, Tally(logging.getLogger("rl_hooks"), *COUNTERS))
     for first in (0, 40_000):
