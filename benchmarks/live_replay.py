@@ -67,6 +67,7 @@ class World:
     dropped: float = 0.0  # share of the prompts that the trainer does not send: mostly the hardest
     taken: float = 1.0  # share of the prompts that the trainer sends which its hook takes
     sorted: bool = False  # hard prompts have long answers, and the hook takes the shortest; else it draws at random
+    says: bool = True  # with each batch, what the hook took it from
 
 
 WORLDS = (
@@ -386,9 +387,8 @@ class Simulation:
         names = [self._names[prompt] for prompt in sent]
         scored = self._scored(step, found, tokens, self._world.siblings, names if len(names) <= 64 else [])
         answers = len(sent) * ROLLOUTS_PER_PROMPT if self._world.taken < 1.0 else None
-        return replace(
-            scored, tokens=int(self._tokens[sent].sum()), rollouts=answers, offered=offered if answers else None
-        )
+        said = offered if answers and self._world.says else None
+        return replace(scored, tokens=int(self._tokens[sent].sum()), rollouts=answers, offered=said)
 
     def _scored(self, step: int, found: Floats, tokens: Floats, siblings: int, names: Sequence[str]) -> ScoreRecord:
         survived = np.cumprod(found, axis=1)
@@ -493,8 +493,14 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=1000, help="sound engines in the first world; in others a fifth")
     parser.add_argument("--steps", type=int, default=40, help="policy versions that a sound engine serves")
     parser.add_argument("--runs", type=int, default=20, help="runs of each case")
+    parser.add_argument(
+        "--sampled", type=int, metavar="SEED", help="only the table of hooks that take a part, from this seed on"
+    )
     asked = parser.parse_args()
     rule = LiveRule()
+    if asked.sampled is not None:
+        _sampled(range(asked.sampled, asked.sampled + asked.runs), rule)
+        return
     print("sound engines (simulated): ever called sick, or `lower`, which blames nobody\n")
     print("| world | engines | reports | called sick | lower | runs held |\n|---|---|---|---|---|---|")
     for number, world in enumerate((*WORLDS, *SHARED, *UNCOUNTED, *UNEVEN, *SELECTED)):
@@ -520,6 +526,30 @@ def main() -> None:
         held = [sum(readings_held(w, case, n, rule, asked.steps) > 0 for n in range(asked.runs)) for w in worlds]
         may = "yes" if "trainer features" in case.named else "no"
         print(f"| {case.name} | {may} | {' | '.join(map(str, held))} |", flush=True)
+
+
+def _sampled(seeds: Sequence[int], rule: LiveRule) -> None:
+    """Print at how many readings of 30 versions publishing is held where hooks take a part of the prompts."""
+    part, of_easiest = SELECTED[2:]
+    usual = replace(
+        part, name=f"{part.name}, usual", prompt_spread=World.prompt_spread, rollout_spread=World.rollout_spread
+    )
+    worlds, every = (part, usual, of_easiest), (0, 1, 2, 3)
+    wrong = [
+        Case(f"wrong from the start, α {alpha}", (), only(scaled(alpha), every, 0), sick=every, onset=0)
+        for alpha in (2.2, 2.5)
+    ]
+    low = [case for case in cases() if case.name == "all engines low"]
+    print("readings held, in each run, where batches do not say what hooks took them from: where they do (simulated)\n")
+    print("| case | " + " | ".join(w.name for w in worlds) + " |\n|---|" + "---|" * len(worlds))
+    for case in (Case("sound", ()), *wrong, *low, poisoned(4)):
+        cells = []
+        for world in worlds:
+            of = [
+                [readings_held(replace(world, says=says), case, n, rule, 30) for n in seeds] for says in (False, True)
+            ]
+            cells.append(": ".join(", ".join(map(str, held)) for held in of))
+        print(f"| {case.name} | {' | '.join(cells)} |", flush=True)
 
 
 def _blamed(names: Counter[str]) -> str:

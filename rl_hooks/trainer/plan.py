@@ -10,6 +10,7 @@ import operator
 import os
 import uuid
 import zlib
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -33,6 +34,8 @@ _DIGEST_DIGITS: Final = 16
 _NAME_CHARACTERS: Final = 128 - 1 - _DIGEST_DIGITS
 #: A fall of policy versions by this much may be a return to an earlier checkpoint; a smaller one is a late batch.
 _FALL: Final = 3
+#: Rollouts of a policy version that are noted as offered; more do not count, for a loop may never raise its version.
+_NOTED_ROLLOUTS: Final = 65_536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +277,8 @@ class RolloutChoice:
         usable = [b for b, name in enumerate(names) if tokens_B[b] >= 2 and generated_B[b] and first[name] == b]
         for b in usable:
             known = names[b] if known_as is None else known_as[b]
-            if int(tokens_B[b]) <= self._max_tokens and known not in budget.offered:
+            noted = known in budget.offered or len(budget.offered) >= _NOTED_ROLLOUTS
+            if int(tokens_B[b]) <= self._max_tokens and not noted:
                 budget.offered.add(known)
                 self._offered_rollouts += 1
                 self._offered_tokens += int(generated_B[b])
@@ -366,10 +370,15 @@ def plan_batch(ids: RolloutIds, choice: RolloutChoice, told: CaptureArguments) -
     # No features precede the first token of a rollout, so it cannot be predicted.
     generated_T[[one[0] for one in places if len(one)]] = False
     names: list[str]
-    known_as: list[int] | None = None
+    known_as: list[tuple[int, int]] | None = None
     if named is None:
         names = [ids.next(policy_version) for _ in places]
-        known_as = [zlib.crc32(tokens_T[at].tobytes()) for at in places]
+        seen = Counter[int]()
+        known_as = []
+        for at in places:
+            checksum = zlib.crc32(tokens_T[at].tobytes())
+            known_as.append((checksum, seen[checksum]))  # several answers may be the same
+            seen[checksum] += 1
     else:
         names = [content_id(n, tokens_T[at], generated_T[at]) for n, at in zip(named, places, strict=True)]
     counts = [int(generated_T[one].sum()) for one in places]

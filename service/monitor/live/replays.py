@@ -128,7 +128,8 @@ class Replays:
     `answered`: tokens that rounds emitted for all answers of a policy version: as the batches say or, where that is
     more, as the engines counted.
     `offered`: the same of all answers that the trainer's hooks drew batches from, or, where nothing says that they drew
-    evenly, of the answers in batches.
+    evenly, of the answers in batches. A hook says with a version's batch what it was shown since the batch before,
+    of that version and of earlier ones.
     `prompts`: those that were replayed. `siblings`: answers of a prompt, of which batches may hold a part.
     """
 
@@ -171,7 +172,8 @@ class Replays:
                 rollouts += [sums for sums in [score.sums("served")] if sums is not None]
             self._replays |= {key: _pooled(replays) for key, replays in found.items()}
             self.answered |= answered
-            self.offered |= offered
+            # Hooks may have noted fewer than they sent: identical answers without ids are one to them.
+            self.offered |= {policy: max(tokens, answered[policy]) for policy, tokens in offered.items()}
             self.prompts.apart += apart.values()
             prompts += own.values()
         self._of: defaultdict[int | None, dict[str, VersionReplay]] = defaultdict(dict)

@@ -226,12 +226,18 @@ def _unsent_prompts_explain(
 def _all_was_offered(engines: Collection[Sequence[Block]], sent: Mapping[int | None, float], replays: Replays) -> bool:
     """Whether the trainer's hooks drew their batches from all that engines emitted, so that nobody left prompts out.
 
-    Of the oldest policy version of an engine whose blocks are full a part is not known any more.
+    A hook says with a file what it was shown since the file before, of policy versions without a file too. So what it
+    says is compared with all that engines emitted after one scored version, up to and with a later one. The newest is
+    scored in part. Of the oldest policy version of an engine whose blocks are full a part is not known any more.
     """
-    cut = {blocks[0].policy_version for blocks in engines if len(blocks) >= KEPT_BLOCKS}
-    policies = {block.policy_version for blocks in engines for block in blocks} & _scored_whole(sent) - cut
-    emitted = math.fsum(replays.answered[policy] for policy in policies)
-    return 0 < COVERED * emitted <= math.fsum(replays.offered[policy] for policy in policies)
+    full = [blocks[0].policy_version for blocks in engines if len(blocks) >= KEPT_BLOCKS]
+    known = [block.policy_version for blocks in engines for block in blocks]
+    begun = max(full, default=min(known) - 1)
+    scored = sorted(policy for policy in sent if policy is not None)
+    ends = [policy for policy in scored[:-1] if begun <= policy <= max(known)]
+    span = [p for p in replays.answered if p is not None and ends[0] < p <= ends[-1]] if ends else []
+    emitted = math.fsum(replays.answered[policy] for policy in span)
+    return 0 < COVERED * emitted <= math.fsum(replays.offered.get(policy, 0.0) for policy in span)
 
 
 def _scored_whole(sent: Mapping[int | None, float]) -> set[int]:
@@ -263,7 +269,7 @@ def _name_verdict(
         return "engine features", f"{found.text}: {blame}"
     if all_low and unsent:
         blame = "so it is in all engines, and with no newer drafter more than with the oldest that is known"
-        why = "scored batches hold a part of what engines emitted, so the trainer may send only its easier prompts"
+        why = "the trainer may send only its easier prompts, for batches are of a part of what engines emitted"
         return "lower", f"{found.text}: {blame}; {why} (engines that count by prompt tell), or its features are wrong"
     if all_low:
         blame = "so it is in all engines; the trainer's features are wrong, or the weights that the service serves"

@@ -315,6 +315,18 @@ def test_late_rollouts_of_several_versions_do_not_renew_budgets_again_and_again(
     assert max(sent.values()) <= 2 * 20, "once they look as if the trainer had gone back to an earlier checkpoint"
 
 
+def test_what_is_noted_of_one_policy_version_is_bounded() -> None:
+    """A loop may never raise it."""
+    choice = RolloutChoice(1e-9, 20, Tally(logging.getLogger("rl_hooks"), *COUNTERS))
+    for first in (0, 40_000):
+        names = [str(n) for n in range(first, first + 40_000)]
+        choice.choose(names, [10] * len(names), [6] * len(names), 0)
+    assert len(choice._budgets[0].offered) == 65_536
+    assert choice.take_offered() == (65_536, 6 * 65_536)
+    choice.choose(["0", "80000"], [10] * 2, [6] * 2, 1)
+    assert choice.take_offered() == (2, 12)
+
+
 @pytest.mark.parametrize("stride", [1, 4])
 def test_that_a_trainer_went_back_is_seen_each_time_however_it_counts(stride: int) -> None:
     order = VersionOrder()

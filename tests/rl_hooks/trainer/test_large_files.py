@@ -164,6 +164,11 @@ def test_prompts_are_named_by_hashes_which_go_with_their_rollouts() -> None:
             plan_of([4, 5, 6], prompt_hashes=wrong)
 
 
+def test_answers_that_are_the_same_are_several_without_ids_too() -> None:
+    assert plan_of([3] * 16).offered == (16, 32)
+    assert plan_of([3, 4, 3, 4]).offered == (4, 10)
+
+
 def plan_of(lengths: list[int], **more: Any) -> BatchPlan:
     """Rollouts of zeros, of which the policy generated all but the first token."""
     from rl_hooks.sending.tally import Tally

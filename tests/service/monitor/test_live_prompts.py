@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,9 @@ def test_answers_and_their_turns_are_counted_from_the_batches() -> None:
     assert Replays([talks]).answered == {1: 600.0}, "the first token of each turn is no round's"
     older = ScoreRecord(rollouts=24, tokens=672, entry_id="1-0", **more)
     assert (Replays([older]).prompts.turns, Replays([older]).answered) == (1.0, {1: 648.0})
+    drawn = [replace(older, offered=offered) for offered in ((48, 1344), (4, 112))]
+    assert Replays(drawn[:1]).offered == {1: 1296.0}
+    assert Replays(drawn[1:]).offered == {1: 648.0}, "never less than what was sent"
 
 
 # --- what follows for an engine

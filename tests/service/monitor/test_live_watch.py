@@ -70,8 +70,8 @@ def test_all_engines_are_low_together_where_batches_hold_a_part_of_what_they_emi
     found = watch({"a": low, "b": low}, replays(), RULE)
     assert (names(found), found.hold) == ({"a": "lower", "b": "lower"}, None)
     assert found.engines[0].text.endswith(
-        "so it is in all engines, and with no newer drafter more than with the oldest that is known; scored batches "
-        "hold a part of what engines emitted, so the trainer may send only its easier prompts (engines that count by "
+        "so it is in all engines, and with no newer drafter more than with the oldest that is known; the trainer "
+        "may send only its easier prompts, for batches are of a part of what engines emitted (engines that count by "
         "prompt tell), or its features are wrong"
     )
     assert watch({"a": low, "b": low, "c": [dead()]}, replays(), RULE).hold is None, "dead engines are no others"
@@ -103,6 +103,31 @@ def test_a_trainer_that_offered_all_of_it_to_its_hook_has_left_nothing_out() -> 
     full = [replace(one, accepted=tuple(n // 8 for n in one.accepted)) for one in full]
     assert held(1.0, 1.0, full[1:]), "nothing of it is lost"
     assert not held(1.0, 1.0, full), "of 32 blocks the oldest may be the rest of a policy version"
+
+
+def test_what_policy_versions_without_a_batch_were_offered_is_compared_with_what_engines_emitted_for_them() -> None:
+    """A hook says it with its next batch. Engines serve 30 versions, of which every tenth has one."""
+    low = [replace(sound(128, factor=0.5), policy_version=policy) for policy in range(31)]
+    each = 2 * low[0].tokens  # of both engines
+
+    def held(share: float, engine: list[Block] = low) -> bool:
+        """Whether publishing is, if hooks were offered this share of what engines emitted."""
+        offered = round(share * 4000), round(share * 10 * each)
+        found = Replays(
+            [
+                replace(score(policy, ALPHAS), rollouts=100, segments=0, tokens=each // 4, offered=offered)
+                for policy in (0, 10, 20, 30)
+            ]
+        )
+        found.spread = 0.3
+        return watch({"a": engine, "b": engine}, found, RULE).hold is not None
+
+    assert held(1.0)
+    assert not held(0.6), "a trainer that dropped 40 %: the versions after the first batch count, not its own"
+    assert held(1.0, low[11:]), "what the batch of version 20 was drawn from"
+    assert not held(1.0, low[12:]), "a part of that, which nobody counted"
+    assert held(1.0, low[:15])
+    assert not held(0.7, low[:15]), "what the batch of version 20 was drawn from, nobody counted"
 
 
 def test_a_gap_that_grows_with_each_drafter_is_not_of_prompts_that_were_not_sent() -> None:
