@@ -28,7 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from worker_fixtures import HIDDEN, World
+from helpers.worker.worker_fixtures import HIDDEN, World
 
 from drafter.batch import load_batch
 from drafter.files.kinds import write_kind

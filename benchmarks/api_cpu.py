@@ -28,9 +28,18 @@ import numpy as np
 from benchmarks import ingest  # it makes tests/ importable
 
 # isort: split
-from object_fixtures import BUCKET, SECRET, Store
-from service_fixtures import CONFIG, HEADERS, LAYERS, publish, rollout_file, rollout_tensors, run_file, with_last_rows
-from valkey_fixtures import OwnValkey
+from helpers.service.object_fixtures import BUCKET, SECRET, Store
+from helpers.service.service_fixtures import (
+    CONFIG,
+    HEADERS,
+    LAYERS,
+    publish,
+    rollout_file,
+    rollout_tensors,
+    run_file,
+    with_last_rows,
+)
+from helpers.service.valkey_fixtures import OwnValkey
 
 from benchmarks.growth import cpu_seconds
 from rl_hooks import wire

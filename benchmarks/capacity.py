@@ -269,7 +269,7 @@ def real(seconds: float) -> list[str]:
 
 def _work(world: Any, steps: int) -> dict[str, list[_Step]]:
     """What is sent in each part, while the policy moves."""
-    from worker_fixtures import HIDDEN, VOCAB
+    from helpers.worker.worker_fixtures import HIDDEN, VOCAB
 
     rng, version = np.random.default_rng(0), 0
     work: dict[str, list[_Step]] = {part: [] for part in _REAL}
@@ -326,7 +326,7 @@ def _measured(
 
 def _beside_the_plan(found: dict[str, dict[str, float]], lags: dict[str, list[float]], steps: int) -> list[str]:
     """Plan and measurement of each part. `lags`: seconds from a version to its drafter in the engine."""
-    from worker_fixtures import CONFIG, DRAFT, LAYERS
+    from helpers.worker.worker_fixtures import CONFIG, DRAFT, LAYERS
 
     drafter, settings = DrafterConfig.from_target(CONFIG, LAYERS, DRAFT), Settings(train_step_tokens=1024)
     idle, lines = found["idle"]["busy"], [f"without posts: worker {found['idle']['busy']:.3f}"]

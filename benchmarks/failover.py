@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # in this order: tests/ has a folder of each package's name
 
-from failover_fixtures import Cluster, Sentinels, Servers  # noqa: E402 - the path must be set first
+from helpers.service.failover_fixtures import Cluster, Sentinels, Servers  # noqa: E402 - the path must be set first
 from redis.asyncio.retry import Retry  # noqa: E402
 from redis.backoff import ExponentialBackoff  # noqa: E402
 from redis.exceptions import RedisError  # noqa: E402

@@ -24,9 +24,9 @@ from redis import Redis
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
-from storage_fixtures import RolloutQueue
-from valkey_fixtures import OwnValkey
-from worker_fixtures import Bench, World
+from helpers.service.storage_fixtures import RolloutQueue
+from helpers.service.valkey_fixtures import OwnValkey
+from helpers.worker.worker_fixtures import Bench, World
 
 from service.worker.loop import RunWorker
 from service.worker.process.worker import Worker

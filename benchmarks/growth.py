@@ -48,9 +48,9 @@ ROOT = ROOT if ROOT.is_dir() else ROOT.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # in this order: tests/ has a folder of each package's name
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))  # fixtures that an older checkout lacks
 
-from record_fixtures import score  # noqa: E402 - after the path is set
-from service_fixtures import HEADERS, publish, rollout_file, run_file  # noqa: E402
-from valkey_fixtures import OwnValkey  # noqa: E402
+from helpers.service.service_fixtures import HEADERS, publish, rollout_file, run_file  # noqa: E402
+from helpers.service.valkey_fixtures import OwnValkey  # noqa: E402
+from helpers.worker.record_fixtures import score  # noqa: E402 - after the path is set
 
 from service.monitor.events import GateEvidence, Refused  # noqa: E402
 from service.storage.layout import Layout  # noqa: E402

@@ -35,8 +35,16 @@ import redis
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # in this order: tests/ has a folder of each package's name
 
-from service_fixtures import CONFIG, HEADERS, LAYERS, publish, rollout_metadata, rollout_tensors, run_file  # noqa: E402
-from valkey_fixtures import OwnValkey  # noqa: E402
+from helpers.service.service_fixtures import (  # noqa: E402
+    CONFIG,
+    HEADERS,
+    LAYERS,
+    publish,
+    rollout_metadata,
+    rollout_tensors,
+    run_file,
+)
+from helpers.service.valkey_fixtures import OwnValkey  # noqa: E402
 
 from benchmarks.growth import cpu_seconds  # noqa: E402
 from rl_hooks import wire  # noqa: E402
@@ -219,7 +227,7 @@ def compare(name: str, sides: Mapping[str, tuple[int, Callable[[], float]]], pai
 
 def direct(mib: int, pairs: int, base: Path, redis_url: str) -> None:
     """The hook's sender through the API and by an object store, in turns."""
-    from object_fixtures import BUCKET, SECRET, Store
+    from helpers.service.object_fixtures import BUCKET, SECRET, Store
 
     store, body, read = Store(), Body(mib), list[int]()
     delivery._SMALLEST_DIRECT_BYTES = 0  # type: ignore[misc]

@@ -49,8 +49,8 @@ import torch
 ROOT: Final = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from hooks_fixtures import tiny_qwen3  # noqa: E402 - after the path
-from trl_fixtures import make_trainer  # noqa: E402
+from helpers.trainer.hooks_fixtures import tiny_qwen3  # noqa: E402 - after the path
+from helpers.trainer.trl_fixtures import make_trainer  # noqa: E402
 
 from rl_hooks import wire  # noqa: E402
 from rl_hooks.sending.features import Captured, FeatureDtype, PackedIndex, StagedRollouts  # noqa: E402
@@ -295,7 +295,7 @@ def burst(server: Any, prompts: Sequence[Sequence[int]]) -> Burst:
 
 def engine_table(hidden: int | None) -> None:
     """Print what the tap costs a vLLM server: of the demo's policy, or of a random one of that hidden size."""
-    from engine_fixtures import base_policy, elicit_prompts, random_drafter, write
+    from helpers.engine.engine_fixtures import base_policy, elicit_prompts, random_drafter, write
     from vllm_server.vllm_process import VllmServer
 
     from examples.policy import BASE_POLICY

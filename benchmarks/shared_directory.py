@@ -35,10 +35,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # in this order: tests/ has a folder of each package's name
 
 import httpx  # noqa: E402 - the path must be set first
-from ports import free_port  # noqa: E402
-from service_fixtures import HEADERS  # noqa: E402
-from valkey_fixtures import OwnValkey  # noqa: E402
-from worker_fixtures import ONE_BY_ONE, World  # noqa: E402
+from helpers.ports import free_port  # noqa: E402
+from helpers.service.service_fixtures import HEADERS  # noqa: E402
+from helpers.service.valkey_fixtures import OwnValkey  # noqa: E402
+from helpers.worker.worker_fixtures import ONE_BY_ONE, World  # noqa: E402
 
 RUN: Final = "default"
 #: What pages, engines' agents and Prometheus read.

@@ -49,7 +49,7 @@ import redis
 ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # in this order: tests/ has a folder of each package's name
 
-from worker_fixtures import DRAFT, World  # noqa: E402 - after the path is set
+from helpers.worker.worker_fixtures import DRAFT, World  # noqa: E402 - after the path is set
 
 from rl_hooks.wire import CONTENT_TYPE  # noqa: E402
 from service.cli.valkey import EmbeddedValkey  # noqa: E402

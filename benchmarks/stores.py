@@ -5,7 +5,8 @@
     python -m benchmarks.stores moto ceph seaweedfs          # times
 
 `ceph`: one monitor, one OSD that keeps objects in memory, and the gateway. `seaweedfs`: all its parts in one process.
-The command finds the store by `DRAFTALIGN_TEST_S3` and the keys (tests/object_fixtures.py). Nothing is left at its end.
+The command finds the store by `DRAFTALIGN_TEST_S3` and the keys (tests/helpers/service/object_fixtures.py).
+Nothing is left at its end.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ import httpx
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # in this order: tests/ has a folder of each package's name
 
-from failover_fixtures import until  # noqa: E402 - the path must be set first
-from object_fixtures import Store  # noqa: E402
-from ports import free_port  # noqa: E402
+from helpers.ports import free_port  # noqa: E402
+from helpers.service.failover_fixtures import until  # noqa: E402 - the path must be set first
+from helpers.service.object_fixtures import Store  # noqa: E402
 
 from service.storage.layout import Layout  # noqa: E402
 from service.storage.mirror import Mirror  # noqa: E402

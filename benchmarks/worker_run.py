@@ -21,7 +21,7 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
-from valkey_fixtures import OwnValkey
+from helpers.service.valkey_fixtures import OwnValkey
 
 from benchmarks.recording import rollout_tensors
 from drafter.batch import RolloutBatch

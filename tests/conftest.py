@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from object_fixtures import Store
+    from helpers.service.object_fixtures import Store
+    from helpers.service.service_fixtures import RunningService
+    from helpers.service.valkey_fixtures import OwnValkey
+    from helpers.worker.worker_fixtures import Bench
     from redis import Redis
-    from service_fixtures import RunningService
-    from valkey_fixtures import OwnValkey
-    from worker_fixtures import Bench
 
 # Hundreds of processes import the same files: each is compiled once, and a test module's asserts are rewritten once.
 sys.dont_write_bytecode = False
@@ -74,7 +74,7 @@ def pytest_collection(session: pytest.Session) -> None:
     """Choose Triton's interpreter before any test module imports Triton, where the tests of its kernels may run."""
     given = [session.config.invocation_params.dir / argument.split("::")[0] for argument in session.config.args]
     if any(_KERNELS.is_relative_to(path.resolve()) for path in given):
-        import triton_fixtures  # noqa: F401
+        from helpers.drafter import triton_fixtures  # noqa: F401
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -142,7 +142,7 @@ def valkey() -> Iterator[OwnValkey]:
 
     It syncs its file before each answer: in memory where there is room. What needs a disk has a server of its own.
     """
-    from valkey_fixtures import OwnValkey
+    from helpers.service.valkey_fixtures import OwnValkey
 
     with tempfile.TemporaryDirectory(prefix="valkey", dir=_MEMORY if _ROOMY else None) as name:
         server = OwnValkey(Path(name))
@@ -154,7 +154,7 @@ def valkey() -> Iterator[OwnValkey]:
 @pytest.fixture
 def own_valkey(tmp_path: Path) -> Iterator[OwnValkey]:
     """One that may be stopped, or spoilt, without harm to other tests."""
-    from valkey_fixtures import OwnValkey
+    from helpers.service.valkey_fixtures import OwnValkey
 
     server = OwnValkey(tmp_path / "own")
     server.start()
@@ -187,7 +187,7 @@ def bench(tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> It
 
     These do not beat between their turns: on a busy machine a turn took longer than a lease.
     """
-    from worker_fixtures import Bench
+    from helpers.worker.worker_fixtures import Bench
 
     from service.storage.queue import lease
 
@@ -199,7 +199,7 @@ def bench(tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> It
 @pytest.fixture
 def serve(redis_url: str, tmp_path: Path) -> Iterator[Callable[..., RunningService]]:
     """Start the API with the settings given; every server started is stopped at the end."""
-    from service_fixtures import RunningService
+    from helpers.service.service_fixtures import RunningService
 
     running: list[RunningService] = []
 
@@ -230,6 +230,6 @@ def service(running_service: RunningService) -> RunningService:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """An empty object store, which the environment names."""
-    from object_fixtures import running_store
+    from helpers.service.object_fixtures import running_store
 
     yield from running_store(monkeypatch)

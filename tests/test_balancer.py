@@ -13,13 +13,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from agent_fixtures import Engine, drafter_bytes, drafter_config, eventually, settle, start_agent
-from hooks_fixtures import AUX, step, tiny_qwen3
+from helpers.engine.agent_fixtures import Engine, drafter_bytes, drafter_config, eventually, settle, start_agent
+from helpers.service.service_fixtures import publish
+from helpers.service.storage_fixtures import RolloutQueue
+from helpers.service.valkey_fixtures import OwnValkey
+from helpers.trainer.hooks_fixtures import AUX, step, tiny_qwen3
 from redis import Redis
-from service_fixtures import publish
-from storage_fixtures import RolloutQueue
 from test_replicas import REPLICAS, Replicas
-from valkey_fixtures import OwnValkey
 
 from rl_hooks.hook import DrafterHook
 

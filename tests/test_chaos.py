@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_fixtures import HEADERS, RunningService
+from helpers.service.service_fixtures import HEADERS, RunningService
+from helpers.service.valkey_fixtures import OwnValkey
+from helpers.worker.worker_fixtures import Bench, Nest, World, alive, final_state, nest, states, wait_until_gone
 from torch import Tensor
-from valkey_fixtures import OwnValkey
-from worker_fixtures import Bench, Nest, World, alive, final_state, nest, states, wait_until_gone
 
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch, Enqueued
 

@@ -14,7 +14,12 @@ from typing import Any
 
 import pytest
 import yaml
-from deploy_fixtures import (
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.cog.runtime import panelcfg_config
+from grafana_foundation_sdk.models import units
+from grafana_foundation_sdk.models.dashboard import Dashboard
+from helpers.service.deploy_fixtures import (
     DEPLOY,
     PROMETHEUS,
     ROOT,
@@ -27,11 +32,6 @@ from deploy_fixtures import (
     read_yaml,
     run,
 )
-from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.cog.plugins import register_default_plugins
-from grafana_foundation_sdk.cog.runtime import panelcfg_config
-from grafana_foundation_sdk.models import units
-from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import generate_latest
 
 from rl_hooks.agent.metrics import AgentMetrics

@@ -10,10 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-import made_once
 import pytest
-from agent_fixtures import eventually
-from engine_forks import Forks, written_to
+from helpers import made_once
+from helpers.engine.agent_fixtures import eventually
+from helpers.engine.engine_forks import Forks, written_to
 
 PROGRAM = """
 import json, os, sys, time
@@ -25,7 +25,7 @@ time.sleep(float(sys.argv[1]))
 OTHER = """
 import os, sys, time
 from pathlib import Path
-from engine_forks import Forks
+from helpers.engine.engine_forks import Forks
 forks = Forks("stub", Path(sys.executable), ["wave"], dict(os.environ))
 for number in (1, 2):
     fork = forks.fork(sys.argv[1], ["0"], {"PYTHONPATH": "/nowhere"}, Path(sys.argv[2], f"{number}.log"))
@@ -35,7 +35,7 @@ for number in (1, 2):
 BEGINS = """
 import os, sys
 from pathlib import Path
-from engine_forks import Forks
+from helpers.engine.engine_forks import Forks
 forks = Forks("stub", Path(sys.executable), ["wave"], dict(os.environ))
 print(forks.fork(sys.argv[1], [], {"PYTHONPATH": "/nowhere"}, *map(Path, sys.argv[2:])).pid)
 """

@@ -16,18 +16,18 @@ from typing import Any
 
 import httpx
 import pytest
-from ports import free_port
+from helpers.ports import free_port
 
 pytest.importorskip("obstore")
 pytest.importorskip("botocore")
 pytest.importorskip("moto")
 
-from failover_fixtures import until
-from object_fixtures import BUCKET, Store
-from service_fixtures import HEADERS, RunningService, rollout_file
+from helpers.service.failover_fixtures import until
+from helpers.service.object_fixtures import BUCKET, Store
+from helpers.service.service_fixtures import HEADERS, RunningService, rollout_file
+from helpers.service.valkey_fixtures import OwnValkey
+from helpers.worker.worker_fixtures import ONE_BY_ONE, World
 from test_replicas import answers, upload, upload_with_a_pause
-from valkey_fixtures import OwnValkey
-from worker_fixtures import ONE_BY_ONE, World
 
 from service.storage.reports.store import AsyncStore
 

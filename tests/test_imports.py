@@ -153,7 +153,7 @@ def test_the_page_states_arrows_and_floors_of_each_package(package: str) -> None
     assert row in (ROOT / "docs/reference/architecture.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", [*PACKAGES, "tests/helpers"])
 def test_no_room_holds_more_than_twelve_things(package: str) -> None:
     for folder in [ROOT / package, *(path for path in (ROOT / package).rglob("*") if path.is_dir())]:
         if folder.name == "__pycache__" or "build" in folder.parts:  # of a wheel that was made here

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from ports import free_port
+from helpers.ports import free_port
+from helpers.service.service_fixtures import HEADERS, rollout_file, run_file
+from helpers.service.storage_fixtures import RolloutQueue
+from helpers.service.valkey_fixtures import OwnValkey
 from redis import Redis
-from service_fixtures import HEADERS, rollout_file, run_file
-from storage_fixtures import RolloutQueue
-from valkey_fixtures import OwnValkey
 
 from rl_hooks.sending.sender import RolloutSender
 from service.storage.layout import Layout

@@ -19,7 +19,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from deploy_fixtures import (
+from helpers.ports import free_port
+from helpers.service.deploy_fixtures import (
     DEPLOY,
     PROMETHEUS,
     ROOT,
@@ -32,10 +33,9 @@ from deploy_fixtures import (
     read_yaml,
     run,
 )
-from ports import free_port
-from service_fixtures import RunningService
-from valkey_fixtures import OwnValkey
-from worker_fixtures import Bench, states
+from helpers.service.service_fixtures import RunningService
+from helpers.service.valkey_fixtures import OwnValkey
+from helpers.worker.worker_fixtures import Bench, states
 
 from service.api.auth import PUBLIC
 from service.settings import Settings

@@ -6,9 +6,9 @@ import multiprocessing
 import os
 from pathlib import Path
 
-import made_once
 import pytest
 import torch
+from helpers import made_once
 
 
 def test_two_processes_make_it_once_and_have_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from ports import free_port
-from service_fixtures import CONFIG, HEADERS, LAYERS, RunningService, f32, joined, run_file
+from helpers.ports import free_port
+from helpers.service.service_fixtures import CONFIG, HEADERS, LAYERS, RunningService, f32, joined, run_file
 
 from rl_hooks import wire
 from service.settings import Settings

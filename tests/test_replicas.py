@@ -16,11 +16,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from ports import free_port
+from helpers.ports import free_port
+from helpers.service.service_fixtures import HEADERS, publish, rollout_file, run_file
+from helpers.service.storage_fixtures import RolloutQueue
+from helpers.service.valkey_fixtures import OwnValkey
 from redis import Redis
-from service_fixtures import HEADERS, publish, rollout_file, run_file
-from storage_fixtures import RolloutQueue
-from valkey_fixtures import OwnValkey
 
 from service.storage.layout import Layout
 from service.storage.registry import Registry

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from agent_fixtures import eventually
-from deploy_fixtures import DEPLOY, ROOT, check_command, check_redis_server, run
-from worker_fixtures import World
+from helpers.engine.agent_fixtures import eventually
+from helpers.service.deploy_fixtures import DEPLOY, ROOT, check_command, check_redis_server, run
+from helpers.worker.worker_fixtures import World
 
 SCRIPT = DEPLOY / "slurm" / "draftalign.sbatch"
 BESIDE = Path(sys.executable).parent

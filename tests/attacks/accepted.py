@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
-from service_fixtures import HIDDEN, LAYERS, VOCAB, rollout_file, rollout_tensors
+from helpers.service.service_fixtures import HIDDEN, LAYERS, VOCAB, rollout_file, rollout_tensors
 
 from rl_hooks import wire
 

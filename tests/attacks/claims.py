@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from service_fixtures import LAYERS, rollout_metadata, rollout_tensors
+from helpers.service.service_fixtures import LAYERS, rollout_metadata, rollout_tensors
 
 from attacks.making import Attack, attack, metadata, without
 from rl_hooks import wire

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from service_fixtures import rollout_file
+from helpers.service.service_fixtures import rollout_file
 
 from attacks.making import Attack, attack, edited, with_header
 

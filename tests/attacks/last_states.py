@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from service_fixtures import i32, rollout_file
+from helpers.service.service_fixtures import i32, rollout_file
 
 from attacks.making import Attack, attack, mask, tensor, with_header
 from rl_hooks import wire

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
-from service_fixtures import rollout_file
+from helpers.service.service_fixtures import rollout_file
 
 from rl_hooks import wire
 

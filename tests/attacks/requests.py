@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 
-from service_fixtures import rollout_file
+from helpers.service.service_fixtures import rollout_file
 
 from attacks.making import Attack, attack, metadata
 

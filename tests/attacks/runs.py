@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from service_fixtures import CONFIG, LAYERS, f32, run_file
+from helpers.service.service_fixtures import CONFIG, LAYERS, f32, run_file
 
 from drafter.files.checkpoint import export_config
 from drafter.files.mtp import export_mtp_config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from service_fixtures import VOCAB, i32, rollout_tensors
+from helpers.service.service_fixtures import VOCAB, i32, rollout_tensors
 
 from attacks.making import Attack, attack, mask, tensor
 from rl_hooks import wire

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_worlds import SHAPES, World, cast, mask_of, rollouts, world
-from mtp_worlds import CONFIGS, drafter_for, glm_config
+from helpers.drafter.drafter_worlds import SHAPES, World, cast, mask_of, rollouts, world
+from helpers.drafter.mtp_worlds import CONFIGS, drafter_for, glm_config
 from torch import Tensor
 
 from drafter.batch import RolloutBatch

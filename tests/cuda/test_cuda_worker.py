@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from worker_fixtures import Bench, Nest, alive, final_state, nest, states
+from helpers.worker.worker_fixtures import Bench, Nest, alive, final_state, nest, states
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),

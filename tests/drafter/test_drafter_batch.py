@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafter_worlds import SHAPES, VOCAB, cast, world
-from service_fixtures import with_last_rows
+from helpers.drafter.drafter_worlds import SHAPES, VOCAB, cast, world
+from helpers.service.service_fixtures import with_last_rows
 
 from drafter.batch import RolloutBatch, load_batch, screen
 from drafter.errors import BatchRejected, DrafterError

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from drafter_worlds import mask_of, world
+from helpers.drafter.drafter_worlds import mask_of, world
 
 from benchmarks.parts import Part, part_of
 from drafter.batch import RolloutBatch, prompt_hashes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from drafter_worlds import SHAPES, World, world
-from loss_reference import laws
+from helpers.drafter.drafter_worlds import SHAPES, World, world
+from helpers.drafter.loss_reference import laws
 from torch import Tensor
 
 from benchmarks.aims import SHARPER, Aim, AimedTrainer

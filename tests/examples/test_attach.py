@@ -14,12 +14,12 @@ from typing import Any
 
 import httpx
 import pytest
-from async_grpo_fixtures import Sampler, on_a_cpu
-from hooks_fixtures import tiny_qwen3
-from ports import free_port
-from sent_fixtures import first_drafter
-from service_fixtures import RunningService
-from trl_fixtures import make_tokenizer
+from helpers.ports import free_port
+from helpers.service.service_fixtures import RunningService
+from helpers.trainer.async_grpo_fixtures import Sampler, on_a_cpu
+from helpers.trainer.hooks_fixtures import tiny_qwen3
+from helpers.trainer.sent_fixtures import first_drafter
+from helpers.trainer.trl_fixtures import make_tokenizer
 
 from drafter.batch import load_batch
 from examples.attach import trl_async_grpo

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ports import free_port
+from helpers.ports import free_port
 
 from examples import elicit
 from examples.composition import explain

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from decode_fixtures import policy_of
-from engine_fixtures import (
+from helpers.drafter.decode_fixtures import policy_of
+from helpers.engine.engine_fixtures import (
     EOS_ID,
     base_policy,
     elicit_prompts,
@@ -23,9 +23,9 @@ from engine_fixtures import (
     trained_drafter,
     write,
 )
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import Store
 from redis import Redis
-from service_fixtures import RunningService
-from storage_fixtures import Store
 from torch import Tensor
 
 import examples.engine

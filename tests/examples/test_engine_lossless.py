@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_fixtures import (
+from helpers.engine.engine_fixtures import (
     EOS_ID,
     base_policy,
     elicit_prompts,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from decode_fixtures import policy_of
-from engine_fixtures import (
+from helpers.drafter.decode_fixtures import policy_of
+from helpers.engine.engine_fixtures import (
     EOS_ID,
     base_policy,
     elicit_prompts,
@@ -20,7 +20,7 @@ from engine_fixtures import (
     trained_drafter,
     write,
 )
-from live_interval import replay_live
+from helpers.worker.live_interval import replay_live
 
 from drafter.files.checkpoint import read_drafter
 from drafter.model.eagle3 import Eagle3Drafter

@@ -18,7 +18,7 @@ import httpx
 import pytest
 import torch
 import uvicorn
-from engine_fixtures import EOS_ID, base_policy, elicit_prompts, trained_drafter, write
+from helpers.engine.engine_fixtures import EOS_ID, base_policy, elicit_prompts, trained_drafter, write
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save
 

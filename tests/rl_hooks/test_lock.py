@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from agent_fixtures import manifest
+from helpers.engine.agent_fixtures import manifest
 
 from rl_hooks.agent.download import fetch_release, prune_cache
 from rl_hooks.errors import DownloadError

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from failover_fixtures import Cluster, Sentinels, Server, Servers
-from ports import free_port
+from helpers.ports import free_port
+from helpers.service.failover_fixtures import Cluster, Sentinels, Server, Servers
+from helpers.service.service_fixtures import HEADERS
+from helpers.service.storage_fixtures import RolloutQueue
+from helpers.worker.worker_fixtures import ONE_BY_ONE, World
 from redis.exceptions import RedisError
-from service_fixtures import HEADERS
-from storage_fixtures import RolloutQueue
-from worker_fixtures import ONE_BY_ONE, World
 
 from service.storage.queue.keys import Keys
 from service.storage.ready import connect

@@ -8,9 +8,9 @@ import threading
 from typing import NoReturn
 
 import pytest
+from helpers.service.service_fixtures import RunningService
+from helpers.worker.worker_fixtures import Bench
 from redis import Redis
-from service_fixtures import RunningService
-from worker_fixtures import Bench
 
 import service.api.app
 import service.worker.process.worker

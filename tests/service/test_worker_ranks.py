@@ -24,13 +24,13 @@ from typing import Any
 
 import pytest
 import torch
-from agent_fixtures import eventually
-from ports import free_port
-from rank_fixtures import fork_ranks, run_two_ranks
-from record_fixtures import told
-from rollout_files import as_fp8, prompts_once_of
+from helpers.engine.agent_fixtures import eventually
+from helpers.ports import free_port
+from helpers.worker.rank_fixtures import fork_ranks, run_two_ranks
+from helpers.worker.record_fixtures import told
+from helpers.worker.rollout_files import as_fp8, prompts_once_of
+from helpers.worker.worker_fixtures import Bench, World, final_state, states, wait_until_gone
 from safetensors.torch import load_file
-from worker_fixtures import Bench, World, final_state, states, wait_until_gone
 
 import drafter.batch
 import drafter.policy
@@ -348,7 +348,7 @@ def test_ranks_learn_alike_from_8_bits_shared_prompts_and_an_object_store(
         return
     pytest.importorskip("obstore")
     pytest.importorskip("moto")
-    from object_fixtures import BUCKET, running_store
+    from helpers.service.object_fixtures import BUCKET, running_store
 
     def post(bench: Bench) -> None:
         bench.begin()

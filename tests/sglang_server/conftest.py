@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_fixtures import trained_drafter
-from server_load import write_drafters
+from helpers.engine.engine_fixtures import trained_drafter
+from helpers.engine.server_load import write_drafters
 from sglang_server.sglang_process import PYTHON, SGLangProcess
 
 from drafter.model.eagle3 import Eagle3Drafter

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from agent_fixtures import eventually, start_agent
-from decode_fixtures import policy_of
-from engine_fixtures import base_policy, elicit_prompts, odd_prompts
-from server_load import Load, alpha, edited, logged, publish
-from service_fixtures import RunningService
+from helpers.drafter.decode_fixtures import policy_of
+from helpers.engine.agent_fixtures import eventually, start_agent
+from helpers.engine.engine_fixtures import base_policy, elicit_prompts, odd_prompts
+from helpers.engine.server_load import Load, alpha, edited, logged, publish
+from helpers.service.service_fixtures import RunningService
 from sglang_server.sglang_process import DEPTH, PLUGIN, SGLangProcess
 from sglang_server.test_sglang_server_swap import other_words, swap
 

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from agent_fixtures import eventually
-from engine_fixtures import elicit_prompts, odd_prompts
+from helpers.engine.agent_fixtures import eventually
+from helpers.engine.engine_fixtures import elicit_prompts, odd_prompts
+from helpers.engine.server_load import Load, edited, publish
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import Store
 from redis import Redis
-from server_load import Load, edited, publish
-from service_fixtures import RunningService
 from sglang_server.sglang_process import DEPTH, PLUGIN, SGLangProcess
 from sglang_server.test_sglang_server_swap import nan, release, replayed, with_engine
-from storage_fixtures import Store
 
 from drafter.model.eagle3 import Eagle3Drafter
 from examples.policy import BASE_POLICY

@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from decode_fixtures import policy_of
-from engine_fixtures import base_policy, elicit_prompts, odd_prompts, random_drafter, write
-from server_load import Load, alpha, edited, logged
+from helpers.drafter.decode_fixtures import policy_of
+from helpers.engine.engine_fixtures import base_policy, elicit_prompts, odd_prompts, random_drafter, write
+from helpers.engine.server_load import Load, alpha, edited, logged
 from sglang_server.sglang_process import DEPTH, SGLangProcess
 from torch import Tensor
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from agent_fixtures import eventually
-from decode_fixtures import policy_of
-from engine_fixtures import base_policy, elicit_prompts, odd_prompts
+from helpers.drafter.decode_fixtures import policy_of
+from helpers.engine.agent_fixtures import eventually
+from helpers.engine.engine_fixtures import base_policy, elicit_prompts, odd_prompts
+from helpers.service.service_fixtures import RunningService
 from safetensors.torch import load_file
-from service_fixtures import RunningService
 from sglang_server.sglang_process import DEPTH, PLUGIN, SGLangProcess
 from sglang_server.test_sglang_server_swap import replayed_of
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_fixtures import elicit_prompts, odd_prompts
-from service_fixtures import RunningService
+from helpers.engine.engine_fixtures import elicit_prompts, odd_prompts
+from helpers.service.service_fixtures import RunningService
 from sglang_server.sglang_process import SGLangProcess
 from sglang_server.test_sglang_server_agent import answers_over_a_swap
 from sglang_server.test_sglang_server_swap import replayed, swap

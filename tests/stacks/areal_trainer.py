@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hooks_fixtures import Receiver
-from rank_fixtures import run_two_ranks
-from sent_fixtures import Alone, compare, each_alone, small_policy, states_alone, with_and_without
+from helpers.trainer.hooks_fixtures import Receiver
+from helpers.trainer.sent_fixtures import Alone, compare, each_alone, small_policy, states_alone, with_and_without
+from helpers.worker.rank_fixtures import run_two_ranks
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

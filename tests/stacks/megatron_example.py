@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hooks_fixtures import mapped, receiver
+from helpers.trainer.hooks_fixtures import mapped, receiver
 
 
 def rank() -> None:

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hooks_fixtures import as_float, mapped, of_every_token, only_predicting_rows, receiver
+from helpers.trainer.hooks_fixtures import as_float, mapped, of_every_token, only_predicting_rows, receiver
+from helpers.trainer.sent_fixtures import keep
+from helpers.worker.rank_fixtures import run_two_ranks
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -26,8 +28,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from rank_fixtures import run_two_ranks
-from sent_fixtures import keep
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl_hooks import wire

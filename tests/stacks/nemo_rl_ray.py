@@ -18,8 +18,8 @@ from typing import Any
 
 import nemo_rl_trainer as single  # type: ignore[import-not-found] # beside this file
 import ray
-from hooks_fixtures import mapped, receiver
-from sent_fixtures import brought_the_first_drafter, first_drafter, keep
+from helpers.trainer.hooks_fixtures import mapped, receiver
+from helpers.trainer.sent_fixtures import brought_the_first_drafter, first_drafter, keep
 
 from rl_hooks.trainer.stacks import on_ray
 

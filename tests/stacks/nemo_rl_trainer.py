@@ -28,9 +28,9 @@ from unittest.mock import MagicMock
 import ray
 import torch
 import torch.distributed as dist
-from hooks_fixtures import Receiver
-from rank_fixtures import run_two_ranks
-from sent_fixtures import Alone, compare, each_alone, small_policy, states_alone, with_and_without
+from helpers.trainer.hooks_fixtures import Receiver
+from helpers.trainer.sent_fixtures import Alone, compare, each_alone, small_policy, states_alone, with_and_without
+from helpers.worker.rank_fixtures import run_two_ranks
 from tokenizers import Tokenizer, models
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedTokenizerFast, modeling_utils

@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from contract_fixtures import CONTRACTS, broken  # noqa: E402
+from helpers.trainer.contract_fixtures import CONTRACTS, broken  # noqa: E402
 
 _SECONDS = 120  # a package
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from hooks_fixtures import mapped, receiver, tiny_qwen3
-from sent_fixtures import brought_the_first_drafter, first_drafter, keep
+from helpers.trainer.hooks_fixtures import mapped, receiver, tiny_qwen3
+from helpers.trainer.sent_fixtures import brought_the_first_drafter, first_drafter, keep
 
 STEPS = 2
 

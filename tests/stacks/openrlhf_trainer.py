@@ -21,10 +21,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from einops import rearrange
-from flash_attn_fixtures import stand_in, stand_in_for_packing
-from hooks_fixtures import as_float, mapped, of_every_token, only_predicting_rows, receiver, tiny_qwen3
-from rank_fixtures import run_two_ranks
-from sent_fixtures import keep, states_alone
+from helpers.trainer.flash_attn_fixtures import stand_in, stand_in_for_packing
+from helpers.trainer.hooks_fixtures import as_float, mapped, of_every_token, only_predicting_rows, receiver, tiny_qwen3
+from helpers.trainer.sent_fixtures import keep, states_alone
+from helpers.worker.rank_fixtures import run_two_ranks
 
 from rl_hooks import wire
 from rl_hooks.trainer.stacks.openrlhf import attach

@@ -62,7 +62,7 @@ class Trainer:
         import openrlhf_vllm_plugin as stand_ins  # type: ignore[import-not-found] # beside this file
         import torch
         from einops import rearrange
-        from flash_attn_fixtures import stand_in, stand_in_for_packing
+        from helpers.trainer.flash_attn_fixtures import stand_in, stand_in_for_packing
 
         stand_in_for_packing(rearrange=rearrange)
         stand_in("flash_attn.utils")

@@ -26,9 +26,9 @@ from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
-from hooks_fixtures import Receiver
-from rank_fixtures import run_two_ranks
-from sent_fixtures import Alone, compare, small_policy, states_alone, with_and_without
+from helpers.trainer.hooks_fixtures import Receiver
+from helpers.trainer.sent_fixtures import Alone, compare, small_policy, states_alone, with_and_without
+from helpers.worker.rank_fixtures import run_two_ranks
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
 

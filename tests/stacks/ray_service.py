@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "deploy/ray"), str(ROOT / "tests")]
 
 import on_ray as deployed  # noqa: E402 - after the path is set
-from worker_fixtures import World  # noqa: E402 - after the path is set
+from helpers.worker.worker_fixtures import World  # noqa: E402 - after the path is set
 
 from service.cli.valkey import EmbeddedValkey  # noqa: E402 - after the path is set
 from service.storage.ready import connect  # noqa: E402 - after the path is set

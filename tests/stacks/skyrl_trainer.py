@@ -23,10 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import typing_extensions
-from flash_attn_fixtures import stand_in_for_packing
-from hooks_fixtures import Receiver
-from rank_fixtures import run_two_ranks
-from sent_fixtures import Alone, compare, each_alone, small_policy, states_alone, with_and_without
+from helpers.trainer.flash_attn_fixtures import stand_in_for_packing
+from helpers.trainer.hooks_fixtures import Receiver
+from helpers.trainer.sent_fixtures import Alone, compare, each_alone, small_policy, states_alone, with_and_without
+from helpers.worker.rank_fixtures import run_two_ranks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rl_hooks.trainer.stacks import on_ray

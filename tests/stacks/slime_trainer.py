@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hooks_fixtures import Receiver
+from helpers.trainer.hooks_fixtures import Receiver
+from helpers.trainer.sent_fixtures import Alone, Found, compare, states_alone, with_and_without
+from helpers.worker.rank_fixtures import run_two_ranks
 from megatron_cpu import Arguments, OnCPU, call_the_cpu_cuda, prepare  # type: ignore[import-not-found]
-from rank_fixtures import run_two_ranks
-from sent_fixtures import Alone, Found, compare, states_alone, with_and_without
 
 HOOKS = "rl_hooks.trainer.stacks.slime"
 

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
-from contract_fixtures import Site, gone
+from helpers.trainer.contract_fixtures import Site, gone
 
 OPTIONS = ("--custom-megatron-before-log-prob-hook-path", "--custom-megatron-before-train-step-hook-path")
 #: What `get_batch` gives. A row in which rollouts follow each other, then padding.

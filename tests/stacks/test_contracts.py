@@ -6,9 +6,9 @@ import ast
 from pathlib import Path
 
 import pytest
-from contract_fixtures import CONTRACTS, broken
-from stacks_fixtures import environment, in_environment
-from trl_fixtures import make_trainer
+from helpers.trainer.contract_fixtures import CONTRACTS, broken
+from helpers.trainer.stacks_fixtures import environment, in_environment
+from helpers.trainer.trl_fixtures import make_trainer
 
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.trl import attach

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from stacks_fixtures import ROOT, Stack, environment, in_environment
+from helpers.trainer.stacks_fixtures import ROOT, Stack, environment, in_environment
 
 from rl_hooks.trainer.stacks.environment import VARIABLES
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from service_fixtures import RunningService
-from stacks_fixtures import Stack, learnt
-from worker_fixtures import Bench
+from helpers.service.service_fixtures import RunningService
+from helpers.trainer.stacks_fixtures import Stack, learnt
+from helpers.worker.worker_fixtures import Bench
 
 NAMED = all(os.environ.get(name) for name in ("MILES_SOURCE", "MEGATRON_SOURCE"))
 VARIABLES = {"DRAFTALIGN_AUX_LAYERS": "0,2,3", "TORCHDYNAMO_DISABLE": "1"}  # miles compiles parts of its losses

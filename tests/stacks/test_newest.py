@@ -9,12 +9,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from stacks_fixtures import ROOT
+from helpers.trainer.stacks_fixtures import ROOT
 
 JOB = """
 import sys
 sys.path[:0] = ["{root}/tests/stacks", "{root}/tests"]
-import contract_fixtures, newest
+import newest
+from helpers.trainer import contract_fixtures
 site = contract_fixtures.Site("tiny_stack.py", "Worker.step", ("batch",))
 newest.CONTRACTS = {{"tiny": contract_fixtures.Contract(package, "", "nothing", (site,)) for package in {packages}}}
 sys.exit(newest.main(newest.Path("{out}")))

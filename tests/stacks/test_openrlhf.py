@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from service_fixtures import RunningService
-from stacks_fixtures import Stack, learnt
-from worker_fixtures import Bench
+from helpers.service.service_fixtures import RunningService
+from helpers.trainer.stacks_fixtures import Stack, learnt
+from helpers.worker.worker_fixtures import Bench
 
 STACK = Stack("openrlhf", "openrlhf_trainer.py", "OpenRLHF", {"DS_ACCELERATOR": "cpu"})
 ON_RAY = Stack("openrlhf", "openrlhf_ray.py", "OpenRLHF on Ray", {"DS_ACCELERATOR": "cpu", "RAY_AUTH_MODE": "disabled"})

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_fixtures import eventually
-from engine_fixtures import base_policy, elicit_prompts, trained_drafter
-from engines_within import ALL_OF_THEM, DEPTH, check_books, check_labels, engine_environment
+from helpers.engine.agent_fixtures import eventually
+from helpers.engine.engine_fixtures import base_policy, elicit_prompts, trained_drafter
+from helpers.engine.engines_within import ALL_OF_THEM, DEPTH, check_books, check_labels, engine_environment
+from helpers.engine.server_load import publish, write_drafters
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import Store
+from helpers.trainer.stacks_fixtures import HERE, Stack
 from redis import Redis
-from server_load import publish, write_drafters
-from service_fixtures import RunningService
-from stacks_fixtures import HERE, Stack
-from storage_fixtures import Store
 
 from examples.policy import BASE_POLICY, load
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_fixtures import RunningService
-from stacks_fixtures import Stack, learnt
-from worker_fixtures import Bench
+from helpers.service.service_fixtures import RunningService
+from helpers.trainer.stacks_fixtures import Stack, learnt
+from helpers.worker.worker_fixtures import Bench
 
 STACK = Stack("prime_rl", "prime_rl_trainer.py", "a real prime-rl", {"DRAFTALIGN_AUX_LAYERS": "2,4,5"})
 SOURCE = os.environ.get("PRIME_RL_SOURCE", "")

@@ -12,15 +12,15 @@ from typing import Any
 
 import httpx
 import pytest
-from agent_fixtures import eventually
-from engine_fixtures import base_policy, elicit_prompts, trained_drafter
-from engines_within import ALL_OF_THEM, DEPTH, check_books, check_labels, engine_environment
-from ports import free_port
+from helpers.engine.agent_fixtures import eventually
+from helpers.engine.engine_fixtures import base_policy, elicit_prompts, trained_drafter
+from helpers.engine.engines_within import ALL_OF_THEM, DEPTH, check_books, check_labels, engine_environment
+from helpers.engine.server_load import publish, write_drafters
+from helpers.ports import free_port
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import Store
+from helpers.trainer.stacks_fixtures import HERE, Stack
 from redis import Redis
-from server_load import publish, write_drafters
-from service_fixtures import RunningService
-from stacks_fixtures import HERE, Stack
-from storage_fixtures import Store
 from vllm_server.vllm_process import VllmServer
 from vllm_server.vllm_refits import next_policy
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from object_fixtures import BUCKET, running_store
-from ports import free_port
-from stacks_fixtures import Stack
+from helpers.ports import free_port
+from helpers.service.object_fixtures import BUCKET, running_store
+from helpers.trainer.stacks_fixtures import Stack
 
 STACK = Stack("ray", "ray_service.py", "Ray", {"RAY_USAGE_STATS_ENABLED": "0"})
 ACTORS = Stack("ray", "ray_actors.py", "Ray", {"RAY_USAGE_STATS_ENABLED": "0"})

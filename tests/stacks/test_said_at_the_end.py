@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from stacks_fixtures import ROOT
+from helpers.trainer.stacks_fixtures import ROOT
 
 SOURCES = ("SLIME_SOURCE", "MILES_SOURCE", "NEMO_RL_SOURCE", "ROLL_SOURCE")
 

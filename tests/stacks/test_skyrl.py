@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_fixtures import RunningService
-from stacks_fixtures import Stack, learnt
-from worker_fixtures import Bench
+from helpers.service.service_fixtures import RunningService
+from helpers.trainer.stacks_fixtures import Stack, learnt
+from helpers.worker.worker_fixtures import Bench
 
 STACK = Stack("skyrl", "skyrl_trainer.py", "a real SkyRL")
 

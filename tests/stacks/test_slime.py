@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_fixtures import RunningService
-from stacks_fixtures import Stack, learnt
-from worker_fixtures import Bench
+from helpers.service.service_fixtures import RunningService
+from helpers.trainer.stacks_fixtures import Stack, learnt
+from helpers.worker.worker_fixtures import Bench
 
 NAMED = all(os.environ.get(name) for name in ("SLIME_SOURCE", "MEGATRON_SOURCE"))
 VARIABLES = {"DRAFTALIGN_AUX_LAYERS": "0,2,3", "TORCHDYNAMO_DISABLE": "1"}  # slime compiles parts of its losses

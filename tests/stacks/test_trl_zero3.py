@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from stacks_fixtures import ROOT, Stack
+from helpers.trainer.stacks_fixtures import ROOT, Stack
 
 CONFIG = {
     "train_batch_size": "auto",

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hooks_fixtures import Receiver
-from rank_fixtures import run_two_ranks
-from sent_fixtures import Alone, compare, states_alone, with_and_without
+from helpers.trainer.hooks_fixtures import Receiver
+from helpers.trainer.sent_fixtures import Alone, compare, states_alone, with_and_without
+from helpers.worker.rank_fixtures import run_two_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import reduce_metrics

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from agent_fixtures import eventually, start_agent
-from decode_fixtures import policy_of
-from engine_fixtures import base_policy, elicit_prompts
-from record_fixtures import told
+from helpers.drafter.decode_fixtures import policy_of
+from helpers.engine.agent_fixtures import eventually, start_agent
+from helpers.engine.engine_fixtures import base_policy, elicit_prompts
+from helpers.engine.server_load import Load, alpha, edited, logged, publish
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import Store
+from helpers.worker.record_fixtures import told
 from redis import Redis
-from server_load import Load, alpha, edited, logged, publish
-from service_fixtures import RunningService
-from storage_fixtures import Store
 from torch import Tensor
 from vllm_server.vllm_process import DEPTH, VllmServer
 

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from decode_fixtures import policy_of
-from engine_fixtures import EOS_ID, base_policy, elicit_prompts
-from server_load import logged
+from helpers.drafter.decode_fixtures import policy_of
+from helpers.engine.engine_fixtures import EOS_ID, base_policy, elicit_prompts
+from helpers.engine.server_load import logged
 from vllm_server.vllm_conformance import check_conformance
 from vllm_server.vllm_process import DEPTH, VllmServer
 

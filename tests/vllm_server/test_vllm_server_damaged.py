@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from server_load import damaged_in_a_cache
+from helpers.engine.server_load import damaged_in_a_cache
 from vllm_server.vllm_process import FORKED, VllmServer
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
-from agent_fixtures import eventually
-from engine_fixtures import elicit_prompts
+from helpers.engine.agent_fixtures import eventually
+from helpers.engine.engine_fixtures import elicit_prompts
+from helpers.engine.server_load import publish
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import Store
 from redis import Redis
-from server_load import publish
-from service_fixtures import RunningService
-from storage_fixtures import Store
 from vllm_server.vllm_process import FORKED, VllmServer
 
 from drafter.model.eagle3 import Eagle3Drafter

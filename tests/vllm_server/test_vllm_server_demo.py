@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ports import free_port
+from helpers.ports import free_port
 
 from examples.demo_report import StepRow
 

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from agent_fixtures import eventually
-from engine_fixtures import elicit_prompts
-from service_fixtures import RunningService
+from helpers.engine.agent_fixtures import eventually
+from helpers.engine.engine_fixtures import elicit_prompts
+from helpers.service.service_fixtures import RunningService
 from vllm_server.test_vllm_server_in_process import LlmProcess, _rollouts
 from vllm_server.vllm_process import FORKED, VllmServer
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from agent_fixtures import eventually
-from engine_fixtures import EOS_ID, base_policy, elicit_prompts
+from helpers.engine.agent_fixtures import eventually
+from helpers.engine.engine_fixtures import EOS_ID, base_policy, elicit_prompts
+from helpers.engine.server_load import publish
+from helpers.service.service_fixtures import RunningService
 from safetensors.torch import load_file
-from server_load import publish
-from service_fixtures import RunningService
 from vllm_server.test_vllm_server_in_process import LlmProcess, _ok, _rollouts, moved
 
 from drafter.model.eagle3 import Eagle3Drafter

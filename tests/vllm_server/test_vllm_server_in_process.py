@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from agent_fixtures import eventually
-from engine_fixtures import EOS_ID, base_policy, elicit_prompts
-from engine_forks import Fork, written_to
+from helpers.engine.agent_fixtures import eventually
+from helpers.engine.engine_fixtures import EOS_ID, base_policy, elicit_prompts
+from helpers.engine.engine_forks import Fork, written_to
+from helpers.engine.server_load import publish
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import Store
 from redis import Redis
 from safetensors.torch import load_file
-from server_load import publish
-from service_fixtures import RunningService
-from storage_fixtures import Store
 from vllm_server.vllm_process import AHEAD, DEPTH, FORKED, PYTHON, cpu_environment, forks_for, plugins
 
 from drafter.model.eagle3 import Eagle3Drafter

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from engine_fixtures import base_policy, random_drafter, write
+from helpers.engine.engine_fixtures import base_policy, random_drafter, write
 from vllm_server.vllm_conformance import check_conformance
 from vllm_server.vllm_process import FORKED, VllmServer
 

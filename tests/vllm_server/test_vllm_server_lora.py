@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from agent_fixtures import eventually
-from engine_fixtures import base_policy, odd_prompts
+from helpers.engine.agent_fixtures import eventually
+from helpers.engine.engine_fixtures import base_policy, odd_prompts
+from helpers.service.service_fixtures import RunningService
 from safetensors.torch import save_file
-from service_fixtures import RunningService
 from vllm_server.test_vllm_server_tap import TOLERANCE, expected
 from vllm_server.vllm_process import FORKED, VllmServer
 

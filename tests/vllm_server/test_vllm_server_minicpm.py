@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from agent_fixtures import eventually
-from engine_fixtures import random_drafter, write
+from helpers.engine.agent_fixtures import eventually
+from helpers.engine.engine_fixtures import random_drafter, write
+from helpers.service.service_fixtures import RunningService
 from safetensors.torch import load_file
-from service_fixtures import RunningService
 from transformers import MiniCPM3Config, MiniCPM3ForCausalLM
 from vllm_server.vllm_process import FORKED, VllmServer
 

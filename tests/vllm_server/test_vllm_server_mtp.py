@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from agent_fixtures import eventually, start_agent
+from helpers.engine.agent_fixtures import eventually, start_agent
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import Store
 from redis import Redis
 from safetensors.torch import save_file
-from service_fixtures import RunningService
-from storage_fixtures import Store
 from torch import Tensor
 from vllm_server.vllm_process import FORKED, VllmServer
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
-from agent_fixtures import eventually, start_agent
-from engine_fixtures import EOS_ID
+from helpers.engine.agent_fixtures import eventually, start_agent
+from helpers.engine.engine_fixtures import EOS_ID
+from helpers.engine.server_load import Load
+from helpers.service.service_fixtures import RunningService
 from safetensors.torch import load_file, save_file
-from server_load import Load
-from service_fixtures import RunningService
 from torch import Tensor
 from vllm_server.mtp_policies import batch_of_texts, embedding_and_head, module, shared, write_module, write_policy
 from vllm_server.vllm_conformance import TOLERANCE, calls, record

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from agent_fixtures import eventually, start_agent
-from engine_fixtures import base_policy, elicit_prompts, odd_prompts
+from helpers.engine.agent_fixtures import eventually, start_agent
+from helpers.engine.engine_fixtures import base_policy, elicit_prompts, odd_prompts
+from helpers.engine.server_load import logged
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import Store
 from redis import Redis
-from server_load import logged
-from service_fixtures import RunningService
-from storage_fixtures import Store
 from vllm_server.vllm_process import DEPTH, FORKED, VllmServer
 
 from drafter.replay.ngram import ngram_replay

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from agent_fixtures import eventually
-from engine_fixtures import EOS_ID, odd_prompts
+from helpers.engine.agent_fixtures import eventually
+from helpers.engine.engine_fixtures import EOS_ID, odd_prompts
+from helpers.engine.server_load import publish
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import RolloutQueue, Store
 from redis import Redis
 from safetensors.torch import load_file
-from server_load import publish
-from service_fixtures import RunningService
-from storage_fixtures import RolloutQueue, Store
 from vllm_server.test_vllm_server_in_process import _PROMPTS, Books, LlmProcess, moved, swap_under_way
 from vllm_server.test_vllm_server_tap import TOLERANCE, expected
 from vllm_server.vllm_process import DEPTH, FORKED

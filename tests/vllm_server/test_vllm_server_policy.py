@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from decode_fixtures import policy_of
-from engine_fixtures import base_policy, elicit_prompts, trained_drafter, write
-from ports import free_port
+from helpers.drafter.decode_fixtures import policy_of
+from helpers.engine.engine_fixtures import base_policy, elicit_prompts, trained_drafter, write
+from helpers.ports import free_port
 
 from drafter.replay.replay import replay
 from examples import elicit

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from agent_fixtures import eventually
-from engine_fixtures import base_policy, elicit_prompts
+from helpers.engine.agent_fixtures import eventually
+from helpers.engine.engine_fixtures import base_policy, elicit_prompts
+from helpers.engine.tap_fixtures import truncated
+from helpers.service.service_fixtures import RunningService
 from safetensors.torch import load_file
-from service_fixtures import RunningService
-from tap_fixtures import truncated
 from vllm_server.vllm_process import FORKED, V2_RUNNER, VllmServer
 
 from examples.policy import AUX_LAYERS

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from agent_fixtures import eventually
-from engine_fixtures import elicit_prompts, odd_prompts
-from published_drafters import PUBLISHED, write_published
+from helpers.engine.agent_fixtures import eventually
+from helpers.engine.engine_fixtures import elicit_prompts, odd_prompts
+from helpers.engine.published_drafters import PUBLISHED, write_published
+from helpers.engine.server_load import publish
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import RolloutQueue, Store
 from redis import Redis
-from server_load import publish
-from service_fixtures import RunningService
-from storage_fixtures import RolloutQueue, Store
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from vllm_server.vllm_conformance import check_calls
 from vllm_server.vllm_process import DEPTH, FORKED, VllmServer

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from engine_fixtures import base_policy, elicit_prompts
-from server_load import PROMPTS, Load, alpha, edited
+from helpers.engine.engine_fixtures import base_policy, elicit_prompts
+from helpers.engine.server_load import PROMPTS, Load, alpha, edited
 from torch import Tensor
 from vllm_server.vllm_process import DEPTH, VllmServer
 

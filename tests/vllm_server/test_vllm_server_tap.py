@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from agent_fixtures import eventually
-from engine_fixtures import base_policy, elicit_prompts, odd_prompts
+from helpers.engine.agent_fixtures import eventually
+from helpers.engine.engine_fixtures import base_policy, elicit_prompts, odd_prompts
+from helpers.engine.tap_fixtures import truncated
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import RolloutQueue, Store
 from redis import Redis
 from safetensors.torch import load_file
-from service_fixtures import RunningService
-from storage_fixtures import RolloutQueue, Store
-from tap_fixtures import truncated
 from vllm_server.vllm_process import DEPTH, FORKED, V2_RUNNER, VllmServer
 from vllm_server.vllm_refits import check_refits
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_fixtures import base_policy, elicit_prompts, random_drafter, write
+from helpers.engine.engine_fixtures import base_policy, elicit_prompts, random_drafter, write
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import RolloutQueue, Store
 from redis import Redis
 from safetensors.torch import load_file
-from service_fixtures import RunningService
-from storage_fixtures import RolloutQueue, Store
 from vllm_server.vllm_process import DEPTH, FORKED, PYTHON, VllmServer, cpu_environment, plugins
 
 from examples.policy import BASE_POLICY

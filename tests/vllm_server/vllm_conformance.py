@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_fixtures import policy_of
-from engine_fixtures import base_policy, elicit_prompts, odd_prompts
+from helpers.drafter.decode_fixtures import policy_of
+from helpers.engine.engine_fixtures import base_policy, elicit_prompts, odd_prompts
 from safetensors.torch import load_file
 from torch import Tensor
 from vllm_server.vllm_process import DEPTH, VllmServer

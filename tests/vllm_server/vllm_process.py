@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from engine_fixtures import EOS_ID
-from engine_forks import Fork, Forks
-from ports import free_port
-from server_load import write_entry_points
+from helpers.engine.engine_fixtures import EOS_ID
+from helpers.engine.engine_forks import Fork, Forks
+from helpers.engine.server_load import write_entry_points
+from helpers.ports import free_port
 
 from examples.policy import BASE_POLICY
 from rl_hooks.engines.counters import Counts, Snapshot

@@ -14,14 +14,14 @@ from threading import Event
 from typing import Any
 
 import torch
-from agent_fixtures import eventually
-from decode_fixtures import policy_of
-from engine_fixtures import base_policy, elicit_prompts
+from helpers.drafter.decode_fixtures import policy_of
+from helpers.engine.agent_fixtures import eventually
+from helpers.engine.engine_fixtures import base_policy, elicit_prompts
+from helpers.engine.server_load import publish
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import Store
 from redis import Redis
 from safetensors.torch import load_file
-from server_load import publish
-from service_fixtures import RunningService
-from storage_fixtures import Store
 from vllm_server.vllm_process import DEPTH, VllmServer
 
 from drafter.batch import RolloutBatch, load_batch, prompt_hashes

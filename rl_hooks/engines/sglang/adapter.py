@@ -14,7 +14,8 @@ selector and would load the drafter into the policy.
 `weight_version` is only read. The server has one, and the trainer keeps its policy version there; a whole number in it
 is taken as the policy version. So the adapter remembers which drafter is loaded, as long as the server's process lives.
 
-Written against 0.5.23; tests/sglang_contract.py checks every call as that version does, or as 0.5.20 does.
+Written against 0.5.23; tests/helpers/engine/sglang_contract.py checks every call as that version does, or as 0.5.20
+does.
 """
 
 from __future__ import annotations

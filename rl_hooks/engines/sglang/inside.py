@@ -10,7 +10,7 @@ the older drafter back. Nothing is read or loaded while memory is released or a 
 A step under way is waited for on the device. No failure of ours reaches the scheduler.
 
 All ranks need this plugin and the same environment: the first agreement waits for all. Written against 0.5.23;
-tests/contract_fixtures.py has what it reads. GPUs: read, not run.
+tests/helpers/trainer/contract_fixtures.py has what it reads. GPUs: read, not run.
 """
 
 from __future__ import annotations

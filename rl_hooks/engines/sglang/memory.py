@@ -5,7 +5,7 @@ drafters are published. SGLang 0.5.23 takes a weight update all the same; on a G
 ends the scheduler. So a plugin of its framework says on the server's metrics page that it is released, where the agent
 looks before it pauses anything, and refuses a session for the drafter. Where there are no sessions our loader refuses.
 
-Written against 0.5.23; tests/contract_fixtures.py has what it reads.
+Written against 0.5.23; tests/helpers/trainer/contract_fixtures.py has what it reads.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ swap is left out, and one more where schedules overlap.
 Where the server follows the service by itself (`rl_hooks.engines.sglang.inside`) the same rounds are kept by drafter,
 policy version and prompt, whether SGLang shows metrics or not.
 
-Written against 0.5.23; tests/contract_fixtures.py has what it reads.
+Written against 0.5.23; tests/helpers/trainer/contract_fixtures.py has what it reads.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Both return a `LogitsProcessorOutput` with the auxiliary states of all rows, pac
 final ones. On a GPU these are outputs of a captured graph: SGLang slices them after each replay, and the next graph
 may write over them.
 
-Written against 0.5.23; tests/contract_fixtures.py has what it reads.
+Written against 0.5.23; tests/helpers/trainer/contract_fixtures.py has what it reads.
 
 Legend: A aux layers, H hidden size, R requests of a batch, K tokens of a round.
 """

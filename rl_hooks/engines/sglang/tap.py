@@ -12,7 +12,7 @@ begins behind tokens of the cache all the same is not collected.
 
 The tap sends your users' text, as token ids and hidden states: sample with their consent.
 
-Written against 0.5.23; tests/contract_fixtures.py has what it reads. CUDA graphs, GPUs: read, not run.
+Written against 0.5.23; tests/helpers/trainer/contract_fixtures.py has what it reads. CUDA graphs, GPUs: read, not run.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Every call that may write the policy (`update_weights_from_*`, `begin_weight_upd
 change: no version begins before its end. The version is SGLang's `weight_version` where that is a whole number; else
 changes are counted. Weights that are written past these calls are found by comparing some (`WeightSample`).
 
-Written against 0.5.23; tests/contract_fixtures.py has what it reads.
+Written against 0.5.23; tests/helpers/trainer/contract_fixtures.py has what it reads.
 """
 
 from __future__ import annotations

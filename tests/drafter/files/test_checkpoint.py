@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from formats_fixtures import CONFIG
+from helpers.drafter.formats_fixtures import CONFIG
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

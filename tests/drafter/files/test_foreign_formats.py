@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from formats_fixtures import CONFIG, SOME, first, folder, retensor, rewrite, stored
+from helpers.drafter.formats_fixtures import CONFIG, SOME, first, folder, retensor, rewrite, stored
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner

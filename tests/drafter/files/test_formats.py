@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import drafter_reference
 import pytest
 import torch
-from drafter_worlds import SHAPES, World, expected, gradients, ours, world
-from formats_fixtures import CONFIG, SOME, folder, retensor, rewrite, stored
+from helpers.drafter import drafter_reference
+from helpers.drafter.drafter_worlds import SHAPES, World, expected, gradients, ours, world
+from helpers.drafter.formats_fixtures import CONFIG, SOME, folder, retensor, rewrite, stored
 from safetensors.torch import load_file
 from torch import Tensor
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import parity_fixtures
 import pytest
 import torch
-from parity_fixtures import VOCAB, Case, case, deviation, ours, theirs
+from helpers.drafter import parity_fixtures
+from helpers.drafter.parity_fixtures import VOCAB, Case, case, deviation, ours, theirs
 from safetensors.torch import load_file
 
 from drafter.files.checkpoint import StoredDrafter

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from record_fixtures import gauges
+from helpers.service.service_fixtures import CONFIG, RunningService
+from helpers.service.storage_fixtures import Store
+from helpers.worker.record_fixtures import gauges
+from helpers.worker.worker_fixtures import DRAFT, VOCAB, Bench
 from redis import Redis
-from service_fixtures import CONFIG, RunningService
-from storage_fixtures import Store
-from worker_fixtures import DRAFT, VOCAB, Bench
 
 from drafter.batch import load_batch
 from drafter.errors import CheckpointError

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from drafter_worlds import HIDDEN, SHAPES, VOCAB, config, mask_of, world
+from helpers.drafter.drafter_worlds import HIDDEN, SHAPES, VOCAB, config, mask_of, world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DeepseekV4Config, Gemma3nTextConfig

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_worlds import SHAPES, World, expected, gradients, ours, world
-from formats_fixtures import folder, rewrite
+from helpers.drafter.drafter_worlds import SHAPES, World, expected, gradients, ours, world
+from helpers.drafter.formats_fixtures import folder, rewrite
 
 from drafter.errors import CheckpointError
 from drafter.files.checkpoint import StoredDrafter, config_fingerprint, export_config, read_drafter, write_drafter

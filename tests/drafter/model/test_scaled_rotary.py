@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_worlds import SHAPES, World, expected, gradients, ours, world
-from formats_fixtures import CONFIG, SOME, folder, stored
+from helpers.drafter.drafter_worlds import SHAPES, World, expected, gradients, ours, world
+from helpers.drafter.formats_fixtures import CONFIG, SOME, folder, stored
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

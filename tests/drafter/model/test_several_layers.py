@@ -6,12 +6,12 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import parity_fixtures
 import pytest
 import torch
-from drafter_reference import rms, turn
-from drafter_worlds import SHAPES, World, mask_of, world
-from parity_fixtures import Case, Result, case, deviation, theirs
+from helpers.drafter import parity_fixtures
+from helpers.drafter.drafter_reference import rms, turn
+from helpers.drafter.drafter_worlds import SHAPES, World, mask_of, world
+from helpers.drafter.parity_fixtures import Case, Result, case, deviation, theirs
 from torch import Tensor
 
 from drafter.errors import DrafterError

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_reference import StepResult
-from drafter_reference import rms as reference_rms
-from drafter_reference import score as reference_score
-from drafter_worlds import SHAPES, mask_of, rollouts
-from mtp_reference import reference_pres
-from mtp_worlds import CONFIGS, VARIANTS, VOCAB, YARN, drafter_for, glm_config, target_config
+from helpers.drafter.drafter_reference import StepResult
+from helpers.drafter.drafter_reference import rms as reference_rms
+from helpers.drafter.drafter_reference import score as reference_score
+from helpers.drafter.drafter_worlds import SHAPES, mask_of, rollouts
+from helpers.drafter.mtp_reference import reference_pres
+from helpers.drafter.mtp_worlds import CONFIGS, VARIANTS, VOCAB, YARN, drafter_for, glm_config, target_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM

@@ -7,9 +7,9 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
+from helpers.worker.live_interval import live_interval, rounds_variance
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live_interval import live_interval, rounds_variance
 from scipy import stats
 
 from drafter.replay import acceptance

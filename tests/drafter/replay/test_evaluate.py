@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from decode_fixtures import default_target, log_rollouts, make_prompts, policy_of, schooled
+from helpers.drafter.decode_fixtures import default_target, log_rollouts, make_prompts, policy_of, schooled
 
 from drafter.errors import DrafterError
 from drafter.replay.evaluate import evaluate

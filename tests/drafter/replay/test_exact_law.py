@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from drafter_reference import Row, rms
+from helpers.drafter.drafter_reference import Row, rms
 from torch import Tensor
 
 from drafter.batch import RolloutBatch

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from decode_fixtures import EOS, default_target, log_rollouts, make_prompts, policy_of, schooled
-from drafter_reference import reference_steps
-from drafter_worlds import SHAPES, cast, mask_of, world
+from helpers.drafter.decode_fixtures import EOS, default_target, log_rollouts, make_prompts, policy_of, schooled
+from helpers.drafter.drafter_reference import reference_steps
+from helpers.drafter.drafter_worlds import SHAPES, cast, mask_of, world
 from torch import Tensor
 
 import drafter.replay.lossless as lossless

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decode_fixtures import (
+from helpers.drafter.decode_fixtures import (
     EOS,
     default_target,
     log_rollouts,
@@ -22,8 +22,8 @@ from decode_fixtures import (
     schooling,
     train_lightly,
 )
-from drafter_worlds import SHAPES, world
-from live_interval import replay_live
+from helpers.drafter.drafter_worlds import SHAPES, world
+from helpers.worker.live_interval import replay_live
 
 from drafter.batch import RolloutBatch, prompt_hashes
 from drafter.errors import BatchRejected, DrafterError

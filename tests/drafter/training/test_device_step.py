@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from drafter_worlds import SHAPES, gradients, ours, world
+from helpers.drafter.drafter_worlds import SHAPES, gradients, ours, world
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.step_memory import LiveBytes, peak_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_worlds import SHAPES, VOCAB, World, cast, expected, gradients, ours, world
+from helpers.drafter.drafter_worlds import SHAPES, VOCAB, World, cast, expected, gradients, ours, world
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafter.errors import TargetHeadError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafter_worlds import SHAPES, cast, mask_of, rollouts, world
+from helpers.drafter.drafter_worlds import SHAPES, cast, mask_of, rollouts, world
 from safetensors.torch import load_file, save_file
 
 from drafter.batch import RolloutBatch

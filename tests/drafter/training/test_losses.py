@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from drafter_worlds import SHAPES, gradients, mask_of, ours, world
-from loss_reference import brute_force, prepared
+from helpers.drafter.drafter_worlds import SHAPES, gradients, mask_of, ours, world
+from helpers.drafter.loss_reference import brute_force, prepared
 from torch import Tensor
 from torch.autograd.gradcheck import gradcheck
 

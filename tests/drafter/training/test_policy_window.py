@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from drafter_worlds import SHAPES, VOCAB, World, expected, rollouts, world
+from helpers.drafter.drafter_worlds import SHAPES, VOCAB, World, expected, rollouts, world
 from torch import Tensor
 
 from drafter.training.trainer import DrafterTrainer, TrainConfig

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_worlds import SHAPES, cast, rollouts, world
-from mtp_worlds import CONFIGS, drafter_for
-from rank_fixtures import fork_ranks, run_two_ranks
+from helpers.drafter.drafter_worlds import SHAPES, cast, rollouts, world
+from helpers.drafter.mtp_worlds import CONFIGS, drafter_for
+from helpers.worker.rank_fixtures import fork_ranks, run_two_ranks
 from torch import nn
 
 import drafter.training.optimizer

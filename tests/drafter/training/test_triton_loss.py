@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_worlds import SHAPES, gradients, ours, world
-from loss_reference import brute_force
+from helpers.drafter.drafter_worlds import SHAPES, gradients, ours, world
+from helpers.drafter.loss_reference import brute_force
+from helpers.drafter.triton_fixtures import interpreted
 from torch import Tensor
-from triton_fixtures import interpreted
 
 from drafter.training import loss
 

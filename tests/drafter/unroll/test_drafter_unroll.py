@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_worlds import HIDDEN, SHAPES, Expected, World, deviation, expected, gradients, mask_of, ours, world
+from helpers.drafter.drafter_worlds import (
+    HIDDEN,
+    SHAPES,
+    Expected,
+    World,
+    deviation,
+    expected,
+    gradients,
+    mask_of,
+    ours,
+    world,
+)
 
 from drafter.errors import DrafterError
 from drafter.model import eagle3_unroll

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity_fixtures import VOCAB, Case, case, deviation, ours, theirs
+from helpers.drafter.parity_fixtures import VOCAB, Case, case, deviation, ours, theirs
 from torch import Tensor
 
 import drafter.model.eagle3_unroll as unroll_module

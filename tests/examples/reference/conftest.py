@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from decode_fixtures import default_target, schooled
+from helpers.drafter.decode_fixtures import default_target, schooled
 
 from drafter.model.eagle3 import Eagle3Drafter
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decode_fixtures import (
+from helpers.drafter.decode_fixtures import (
     EOS,
     chi_square_excess,
     exact_law,

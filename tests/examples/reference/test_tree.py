@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decode_fixtures import (
+from helpers.drafter.decode_fixtures import (
     EOS,
     chi_square_excess,
     exact_law,
@@ -21,7 +21,7 @@ from decode_fixtures import (
     seeded,
     train_lightly,
 )
-from target_families import FAMILIES, VOCAB, tiny
+from helpers.drafter.target_families import FAMILIES, VOCAB, tiny
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from agent_fixtures import Engine, Service
+    from helpers.engine.agent_fixtures import Engine, Service
 
 
 @pytest.fixture
 def service() -> Iterator[Service]:
     """A small service that speaks what the agent speaks."""
-    from agent_fixtures import Service
+    from helpers.engine.agent_fixtures import Service
 
     peer = Service()
     yield peer
@@ -24,7 +24,7 @@ def service() -> Iterator[Service]:
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     """A small engine. What waits for a swap at the end of a test goes on."""
-    from agent_fixtures import Engine
+    from helpers.engine.agent_fixtures import Engine
 
     peer = Engine()
     yield peer

@@ -19,7 +19,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from agent_fixtures import Engine, Service, drafter_bytes, drafter_config, eventually, running_agent, settle
+from helpers.engine.agent_fixtures import (
+    Engine,
+    Service,
+    drafter_bytes,
+    drafter_config,
+    eventually,
+    running_agent,
+    settle,
+)
 
 from rl_hooks.agent import download
 from rl_hooks.agent.agent import SwapAgent

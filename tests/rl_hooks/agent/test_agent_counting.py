@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_fixtures import Engine, Service, eventually, running_agent, settle
+from helpers.engine.agent_fixtures import Engine, Service, eventually, running_agent, settle
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import uvicorn
-from agent_fixtures import eventually, start_agent
-from engine_fixtures import (
+from helpers.engine.agent_fixtures import eventually, start_agent
+from helpers.engine.engine_fixtures import (
     EOS_ID,
     base_policy,
     elicit_prompts,
@@ -26,8 +26,8 @@ from engine_fixtures import (
     trained_drafter,
     write,
 )
+from helpers.service.service_fixtures import HEADERS, RunningService, run_file
 from safetensors.torch import load_file, save_file
-from service_fixtures import HEADERS, RunningService, run_file
 
 from drafter.files.checkpoint import config_fingerprint
 from drafter.model.eagle3 import Eagle3Drafter

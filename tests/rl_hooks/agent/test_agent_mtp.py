@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_fixtures import Engine, Service, eventually, mtp_bytes, running_agent, settle
+from helpers.engine.agent_fixtures import Engine, Service, eventually, mtp_bytes, running_agent, settle
 
 from rl_hooks.errors import ManifestError
 from rl_hooks.release import parse_manifest

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_fixtures import Engine, drafter_bytes, drafter_config, eventually, settle, start_agent
-from service_fixtures import RunningService
+from helpers.engine.agent_fixtures import Engine, drafter_bytes, drafter_config, eventually, settle, start_agent
+from helpers.service.service_fixtures import RunningService
 
 from rl_hooks.agent.canary import CanaryRule
 

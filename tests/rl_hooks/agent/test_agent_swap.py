@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from agent_fixtures import (
+from helpers.engine.agent_fixtures import (
     Engine,
     Service,
     drafter_bytes,

@@ -19,7 +19,16 @@ from typing import Any, TypeVar
 
 import httpx
 import pytest
-from agent_fixtures import Engine, Peer, Service, drafter_config, eventually, running_agent, settle, start_agent
+from helpers.engine.agent_fixtures import (
+    Engine,
+    Peer,
+    Service,
+    drafter_config,
+    eventually,
+    running_agent,
+    settle,
+    start_agent,
+)
 
 from rl_hooks.agent import download
 from rl_hooks.agent.agent import SwapAgent

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from agent_fixtures import manifest
+from helpers.engine.agent_fixtures import manifest
 
 from rl_hooks.agent.canary import CanaryResult, CanaryRule
 from rl_hooks.agent.follower import EngineFollower

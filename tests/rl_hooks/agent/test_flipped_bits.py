@@ -20,9 +20,9 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from agent_fixtures import Engine, Service, drafter_bytes, eventually, running_agent, settle
 from fastapi import FastAPI
-from formats_fixtures import ENGINES_CONFIG, ENGINES_VOCABULARY
+from helpers.drafter.formats_fixtures import ENGINES_CONFIG, ENGINES_VOCABULARY
+from helpers.engine.agent_fixtures import Engine, Service, drafter_bytes, eventually, running_agent, settle
 from safetensors.torch import load
 
 from drafter.files.checkpoint import write_drafter

@@ -20,10 +20,10 @@ from typing import Any
 
 import certifi
 import pytest
-from agent_fixtures import eventually
+from helpers.engine.agent_fixtures import eventually
+from helpers.service.service_fixtures import HEADERS, RunningService, head_file
+from helpers.service.storage_fixtures import Store
 from redis import Redis
-from service_fixtures import HEADERS, RunningService, head_file
-from storage_fixtures import Store
 
 from rl_hooks.agent import in_process
 from rl_hooks.agent.agent import AgentConfig, SwapAgent

@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-from agent_fixtures import Engine, Peer, drafter_bytes, drafter_config, eventually, sha256, start_agent
+from helpers.engine.agent_fixtures import Engine, Peer, drafter_bytes, drafter_config, eventually, sha256, start_agent
+from helpers.service.service_fixtures import RunningService
 from pydantic import SecretStr
-from service_fixtures import RunningService
 
 from rl_hooks.agent.agent import SwapAgent
 from rl_hooks.errors import SignatureError

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_fixtures import run_two_ranks
+from helpers.worker.rank_fixtures import run_two_ranks
 from torch import Tensor
 
 from rl_hooks.engines.vllm.ranks import Joiner, LayerRanks, Shard

@@ -14,10 +14,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from agent_fixtures import eventually
+from helpers.engine.agent_fixtures import eventually
+from helpers.engine.tap_fixtures import (
+    AUX,
+    HEAD,
+    HIDDEN,
+    PLAIN,
+    STOP,
+    VOCAB,
+    Script,
+    scheduled,
+    states,
+    step,
+    truncated,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tap_fixtures import AUX, HEAD, HIDDEN, PLAIN, STOP, VOCAB, Script, scheduled, states, step, truncated
 
 from rl_hooks import wire
 from rl_hooks.engines.collected import Batcher, Collected, Request, RequestSampling, assemble, rollout_file

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.engine.rounds_fixtures import Output, Scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounds_fixtures import Output, Scheduler
 
 from rl_hooks.engines.counters import Counts
 from rl_hooks.engines.vllm import KNOWN_RELEASES

@@ -16,10 +16,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from agent_fixtures import eventually
-from formats_fixtures import ENGINES_CONFIG, ENGINES_VOCABULARY
+from helpers.drafter.formats_fixtures import ENGINES_CONFIG, ENGINES_VOCABULARY
+from helpers.engine.agent_fixtures import eventually
+from helpers.engine.sglang_contract import DraftModel, SGLangServer
 from safetensors.torch import load_file, save_file
-from sglang_contract import DraftModel, SGLangServer
 from torch import Tensor, nn
 
 from drafter.files.checkpoint import write_drafter

@@ -22,10 +22,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from agent_fixtures import Service, eventually, running_agent
-from formats_fixtures import ENGINES_CONFIG, ENGINES_VOCABULARY
+from helpers.drafter.formats_fixtures import ENGINES_CONFIG, ENGINES_VOCABULARY
+from helpers.engine.agent_fixtures import Service, eventually, running_agent
+from helpers.engine.sglang_contract import SGLangServer, Unpickler
 from safetensors.torch import load, load_file, save
-from sglang_contract import SGLangServer, Unpickler
 from torch import Tensor
 
 from drafter.files.checkpoint import write_drafter

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tap_fixtures import HEAD, HIDDEN, STOP, VOCAB, Script, states
+from helpers.engine.tap_fixtures import HEAD, HIDDEN, STOP, VOCAB, Script, states
 from torch import nn
 
 from rl_hooks import wire

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from agent_fixtures import eventually
-from tap_fixtures import HEAD, HIDDEN, PLAIN, STOP, VOCAB, Script, states, step
+from helpers.engine.agent_fixtures import eventually
+from helpers.engine.tap_fixtures import HEAD, HIDDEN, PLAIN, STOP, VOCAB, Script, states, step
 
 from rl_hooks import wire
 from rl_hooks.engines.collected import Batcher, Collected, Request, rollout_file

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from agent_fixtures import eventually
-from tap_fixtures import HEAD, PLAIN, STOP, VOCAB, Script, states, step
+from helpers.engine.agent_fixtures import eventually
+from helpers.engine.tap_fixtures import HEAD, PLAIN, STOP, VOCAB, Script, states, step
 from torch import nn
 
 from rl_hooks.engines.collected import Collected, RequestSampling

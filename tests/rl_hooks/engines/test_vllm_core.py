@@ -13,8 +13,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from rounds_fixtures import Scheduler
-from tap_fixtures import scheduled
+from helpers.engine.rounds_fixtures import Scheduler
+from helpers.engine.tap_fixtures import scheduled
 
 from rl_hooks.agent.books import EngineBooks
 from rl_hooks.agent.canary import CanaryRule

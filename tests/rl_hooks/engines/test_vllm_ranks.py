@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tap_fixtures import HEAD, Script, scheduled, step
+from helpers.engine.tap_fixtures import HEAD, Script, scheduled, step
 from torch import Tensor
 
 from rl_hooks.engines.collected import Collected

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from drafter_corpus import BASES, CORPUS, LAYERS, NO_LAYERS, Case
+from helpers.drafter.drafter_corpus import BASES, CORPUS, LAYERS, NO_LAYERS, Case
 from safetensors.torch import save
 
 from drafter.errors import DrafterError

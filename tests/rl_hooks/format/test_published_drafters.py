@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from command_fixtures import worked
-from drafter_corpus import TARGET
-from published_drafters import PUBLISHED, small_config, write_published
+from helpers.drafter.drafter_corpus import TARGET
+from helpers.engine.published_drafters import PUBLISHED, small_config, write_published
+from helpers.service.command_fixtures import worked
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from capture_fixtures import LENGTHS, TEMPERATURE, inputs, run_once
-from hooks_fixtures import VOCAB, Receiver, padded_batch, receiver, tiny_qwen3
+from helpers.trainer.capture_fixtures import LENGTHS, TEMPERATURE, inputs, run_once
+from helpers.trainer.hooks_fixtures import VOCAB, Receiver, padded_batch, receiver, tiny_qwen3
 from torch import Tensor, nn
 from torch.nn.functional import linear, normalize
 from transformers import Qwen3ForCausalLM

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hooks_fixtures import tiny_qwen3
-from service_fixtures import RunningService
-from worker_fixtures import Bench
+from helpers.service.service_fixtures import RunningService
+from helpers.trainer.hooks_fixtures import tiny_qwen3
+from helpers.worker.worker_fixtures import Bench
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guide" / "trainers.md"
 

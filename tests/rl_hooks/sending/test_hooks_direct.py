@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
-from hooks_fixtures import Answer, Received, receiver
-from ports import free_port
+from helpers.ports import free_port
+from helpers.trainer.hooks_fixtures import Answer, Received, receiver
 
 pytest.importorskip("obstore")
 pytest.importorskip("botocore")
 pytest.importorskip("moto")
 
-from object_fixtures import BUCKET, Fault, Store, failing, running_store, signed_only
+from helpers.service.object_fixtures import BUCKET, Fault, Store, failing, running_store, signed_only
+from helpers.service.service_fixtures import RunningService, rollout_metadata, rollout_tensors
 from redis import Redis
-from service_fixtures import RunningService, rollout_metadata, rollout_tensors
 
 from rl_hooks import wire
 from rl_hooks.sending import delivery

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from hooks_fixtures import HIDDEN, VOCAB, tiny_qwen3
+from helpers.trainer.hooks_fixtures import HIDDEN, VOCAB, tiny_qwen3
 from torch import nn
 
 from drafter.policy import _kept_mass

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hooks_fixtures import AUX, Answer, Received, Receiver, receiver, tiny_qwen3
-from ports import free_port
+from helpers.ports import free_port
+from helpers.trainer.hooks_fixtures import AUX, Answer, Received, Receiver, receiver, tiny_qwen3
 
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.delivery import NO_SUCH_RUN

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from failover_fixtures import until
-from hooks_fixtures import AUX, Attach, attaching, padded_batch, step
-from hooks_fixtures import tiny_qwen3 as tiny
+from helpers.service.failover_fixtures import until
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import RolloutQueue, Store
+from helpers.trainer.hooks_fixtures import AUX, Attach, attaching, padded_batch, step
+from helpers.trainer.hooks_fixtures import tiny_qwen3 as tiny
+from helpers.worker.worker_fixtures import Bench
 from redis import Redis
-from service_fixtures import RunningService
-from storage_fixtures import RolloutQueue, Store
-from worker_fixtures import Bench
 
 from rl_hooks import wire
 from rl_hooks.hook import DrafterHook

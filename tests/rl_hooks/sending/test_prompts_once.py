@@ -9,7 +9,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from hooks_fixtures import AUX, HIDDEN, Padded, Receiver, mapped, receiver, step, tiny_qwen3
+from helpers.trainer.hooks_fixtures import AUX, HIDDEN, Padded, Receiver, mapped, receiver, step, tiny_qwen3
 
 from drafter.batch import load_batch
 from rl_hooks import wire

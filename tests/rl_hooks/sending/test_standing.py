@@ -12,11 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from agent_fixtures import eventually
-from hooks_fixtures import AUX, step
-from hooks_fixtures import tiny_qwen3 as tiny
-from service_fixtures import RunningService
-from worker_fixtures import Bench
+from helpers.engine.agent_fixtures import eventually
+from helpers.service.service_fixtures import RunningService
+from helpers.trainer.hooks_fixtures import AUX, step
+from helpers.trainer.hooks_fixtures import tiny_qwen3 as tiny
+from helpers.worker.worker_fixtures import Bench
 
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending import standing

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
-from async_grpo_fixtures import (
+from helpers.trainer.async_grpo_fixtures import (
     ROWS,
     Sampler,
     expected,
@@ -26,10 +26,10 @@ from async_grpo_fixtures import (
     watch,
     whole,
 )
-from hooks_fixtures import mapped
-from rank_fixtures import call_the_cpu_an_accelerator, run_two_ranks
+from helpers.trainer.hooks_fixtures import mapped
+from helpers.trainer.trl_fixtures import train_twice
+from helpers.worker.rank_fixtures import call_the_cpu_an_accelerator, run_two_ranks
 from torch.distributed.tensor import DTensor
-from trl_fixtures import train_twice
 
 from rl_hooks.trl import attach
 

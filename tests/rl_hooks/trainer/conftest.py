@@ -10,7 +10,7 @@ import pytest
 from rl_hooks.trainer.stacks.environment import ENGINES_SHARE
 
 if TYPE_CHECKING:
-    from hooks_fixtures import Receiver
+    from helpers.trainer.hooks_fixtures import Receiver
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def service() -> Iterator[Receiver]:
     """It keeps all requests, and can misbehave."""
-    from hooks_fixtures import receiver
+    from helpers.trainer.hooks_fixtures import receiver
 
     with receiver() as made:
         yield made

@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from hooks_fixtures import as_float, mapped, padded_batch, receiver, tiny_qwen3
-from rank_fixtures import run_two_ranks
+from helpers.trainer.hooks_fixtures import as_float, mapped, padded_batch, receiver, tiny_qwen3
+from helpers.worker.rank_fixtures import run_two_ranks
 
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.features import score_logits, score_rows

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from hooks_fixtures import as_float, mapped, tiny_qwen3
-from rank_fixtures import call_the_cpu_an_accelerator, run_two_ranks
+from helpers.trainer.hooks_fixtures import as_float, mapped, tiny_qwen3
+from helpers.trainer.trl_fixtures import make_trainer, train_twice
+from helpers.worker.rank_fixtures import call_the_cpu_an_accelerator, run_two_ranks
 from torch.distributed.tensor import DTensor
-from trl_fixtures import make_trainer, train_twice
 
 from rl_hooks.trl import attach
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from rank_fixtures import run_two_ranks
+from helpers.worker.rank_fixtures import run_two_ranks
 
 from rl_hooks import wire
 from rl_hooks.errors import RolloutError

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from async_grpo_fixtures import (
+from helpers.ports import free_port
+from helpers.trainer.async_grpo_fixtures import (
     ROWS,
     Sampler,
     Sent,
@@ -30,8 +31,7 @@ from async_grpo_fixtures import (
     save_policy,
     watch,
 )
-from hooks_fixtures import Receiver, as_float, mapped, receiver
-from ports import free_port
+from helpers.trainer.hooks_fixtures import Receiver, as_float, mapped, receiver
 
 from rl_hooks import wire
 from rl_hooks.errors import UnsupportedTrainerError

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hooks_fixtures import HIDDEN, padded_batch, tiny_qwen3
+from helpers.trainer.hooks_fixtures import HIDDEN, padded_batch, tiny_qwen3
 from torch import nn
 
 from rl_hooks.errors import AuxLayersError, CaptureMissedError, RolloutError, UnsupportedModelError

@@ -15,9 +15,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from capture_fixtures import LENGTHS, TEMPERATURE, gathered, inputs, logprob_gap, run_once, sent_file
-from hooks_fixtures import VOCAB, Padded, Receiver, as_float, mapped, names_of, padded_batch
-from hooks_fixtures import tiny_qwen3 as tiny
+from helpers.trainer.capture_fixtures import LENGTHS, TEMPERATURE, gathered, inputs, logprob_gap, run_once, sent_file
+from helpers.trainer.hooks_fixtures import VOCAB, Padded, Receiver, as_float, mapped, names_of, padded_batch
+from helpers.trainer.hooks_fixtures import tiny_qwen3 as tiny
 from torch import nn
 from transformers import DataCollatorWithFlattening
 

@@ -16,10 +16,21 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from capture_fixtures import LENGTHS, TEMPERATURE, gathered, inputs, logprob_gap, run_once, sent_file
-from hooks_fixtures import HIDDEN, VOCAB, Answer, Padded, Received, Receiver, as_float, mapped, names_of, padded_batch
-from hooks_fixtures import tiny_qwen3 as tiny
-from ports import free_port
+from helpers.ports import free_port
+from helpers.trainer.capture_fixtures import LENGTHS, TEMPERATURE, gathered, inputs, logprob_gap, run_once, sent_file
+from helpers.trainer.hooks_fixtures import (
+    HIDDEN,
+    VOCAB,
+    Answer,
+    Padded,
+    Received,
+    Receiver,
+    as_float,
+    mapped,
+    names_of,
+    padded_batch,
+)
+from helpers.trainer.hooks_fixtures import tiny_qwen3 as tiny
 from torch import nn
 
 import rl_hooks

@@ -17,9 +17,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hooks_fixtures import VOCAB, Receiver, as_float, mapped, receiver
-from ports import free_port
-from trl_fixtures import make_trainer, reward_of_even_tokens
+from helpers.ports import free_port
+from helpers.trainer.hooks_fixtures import VOCAB, Receiver, as_float, mapped, receiver
+from helpers.trainer.trl_fixtures import make_trainer, reward_of_even_tokens
 
 from rl_hooks import wire
 from rl_hooks.errors import AuxLayersError, UnsupportedTrainerError

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from capture_fixtures import LENGTHS, logprob_gap, run_once
-from hooks_fixtures import HIDDEN, VOCAB, Receiver, mapped, names_of, padded_batch, tiny_qwen3
+from helpers.trainer.capture_fixtures import LENGTHS, logprob_gap, run_once
+from helpers.trainer.hooks_fixtures import HIDDEN, VOCAB, Receiver, mapped, names_of, padded_batch, tiny_qwen3
 
 from drafter.batch import RolloutBatch, load_batch
 from rl_hooks import wire

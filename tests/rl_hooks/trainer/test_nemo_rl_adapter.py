@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from hooks_fixtures import Receiver, receiver
-from sent_fixtures import small_policy
+from helpers.trainer.hooks_fixtures import Receiver, receiver
+from helpers.trainer.sent_fixtures import small_policy
 
 from rl_hooks import wire
 from rl_hooks.trainer.stacks import nemo_rl

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from hooks_fixtures import padded_batch, receiver
-from openrlhf_fixtures import Actor
+from helpers.trainer.hooks_fixtures import padded_batch, receiver
+from helpers.trainer.openrlhf_fixtures import Actor
 
 from rl_hooks import wire
 from rl_hooks.engines.settings import ServiceSettings

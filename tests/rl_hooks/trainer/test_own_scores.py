@@ -11,9 +11,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from capture_fixtures import LENGTHS, TEMPERATURE, inputs
-from hooks_fixtures import VOCAB, Padded, Receiver, mapped, padded_batch
-from hooks_fixtures import tiny_qwen3 as tiny
+from helpers.trainer.capture_fixtures import LENGTHS, TEMPERATURE, inputs
+from helpers.trainer.hooks_fixtures import VOCAB, Padded, Receiver, mapped, padded_batch
+from helpers.trainer.hooks_fixtures import tiny_qwen3 as tiny
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 

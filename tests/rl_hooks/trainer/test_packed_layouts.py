@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import transformers.modeling_flash_attention_utils as flash
-from hooks_fixtures import receiver, tiny_qwen3
-from target_families import FAMILIES, tiny
+from helpers.drafter.target_families import FAMILIES, tiny
+from helpers.trainer.hooks_fixtures import receiver, tiny_qwen3
 from torch import Tensor
 
 from rl_hooks.errors import RolloutError

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from hooks_fixtures import Receiver, as_float, mapped, receiver
-from sent_fixtures import small_policy
+from helpers.trainer.hooks_fixtures import Receiver, as_float, mapped, receiver
+from helpers.trainer.sent_fixtures import small_policy
 from torch import Tensor
 
 from rl_hooks import wire

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch.distributed as dist
-from ports import free_port
+from helpers.ports import free_port
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 import rl_hooks.trainer.session

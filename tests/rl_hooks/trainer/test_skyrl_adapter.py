@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from hooks_fixtures import Receiver, as_float, mapped, padded_batch, receiver
-from sent_fixtures import small_policy
+from helpers.trainer.hooks_fixtures import Receiver, as_float, mapped, padded_batch, receiver
+from helpers.trainer.sent_fixtures import small_policy
 
 from rl_hooks import wire
 from rl_hooks.errors import UnsupportedTrainerError

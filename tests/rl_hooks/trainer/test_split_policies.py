@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from capture_fixtures import inputs
-from hooks_fixtures import Receiver, padded_batch, receiver, tiny_qwen3
+from helpers.trainer.capture_fixtures import inputs
+from helpers.trainer.hooks_fixtures import Receiver, padded_batch, receiver, tiny_qwen3
 from torch import nn
 
 from rl_hooks.errors import HookError

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from hooks_fixtures import mapped, receiver
-from service_fixtures import CONFIG, run_file
-from target_families import COUSINS, FAMILIES, LAYERS, VOCAB, tiny
+from helpers.drafter.target_families import COUSINS, FAMILIES, LAYERS, VOCAB, tiny
+from helpers.service.service_fixtures import CONFIG, run_file
+from helpers.trainer.hooks_fixtures import mapped, receiver
 from torch import Tensor, nn
 
 from drafter.batch import RolloutBatch

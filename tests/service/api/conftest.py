@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from service_fixtures import RunningService
+from helpers.service.service_fixtures import RunningService
 
 
 @pytest.fixture

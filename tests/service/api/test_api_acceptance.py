@@ -14,11 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
-from access_fixtures import TokenFile
-from record_fixtures import score, told
+from helpers.service.access_fixtures import TokenFile
+from helpers.service.service_fixtures import HEADERS, RunningService, run_file
+from helpers.service.storage_fixtures import Store
+from helpers.worker.record_fixtures import score, told
 from redis import Redis
-from service_fixtures import HEADERS, RunningService, run_file
-from storage_fixtures import Store
 from typer.testing import CliRunner
 
 from service.access.audit import AuditLog

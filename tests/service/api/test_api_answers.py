@@ -11,11 +11,11 @@ from typing import Any, get_args
 import pytest
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from helpers.service.service_fixtures import HEADERS, RunningService, head_file, rollout_file
+from helpers.service.storage_fixtures import RolloutQueue, Store
+from helpers.worker.record_fixtures import score
 from pydantic import BaseModel, SecretStr, TypeAdapter
-from record_fixtures import score
 from redis import Redis
-from service_fixtures import HEADERS, RunningService, head_file, rollout_file
-from storage_fixtures import RolloutQueue, Store
 
 from service.api import acceptance as acceptance_api
 from service.api import problems

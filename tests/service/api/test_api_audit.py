@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
-from access_fixtures import OTHER, OWN, RULES, UNSATISFIED, TokenFile, ask, request_of
-from failover_fixtures import until
-from service_fixtures import HEADERS, RunningService, head_file, run_file
+from helpers.service.access_fixtures import OTHER, OWN, RULES, UNSATISFIED, TokenFile, ask, request_of
+from helpers.service.failover_fixtures import until
+from helpers.service.service_fixtures import HEADERS, RunningService, head_file, run_file
 from typer.testing import CliRunner
 
 from service.access import audit

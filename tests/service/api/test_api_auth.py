@@ -19,8 +19,8 @@ import httpx
 import pytest
 import uvicorn
 from fastapi.testclient import TestClient
+from helpers.service.service_fixtures import CONFIG, HEADERS, RunningService, rollout_file, run_file
 from pydantic import SecretStr, ValidationError
-from service_fixtures import CONFIG, HEADERS, RunningService, rollout_file, run_file
 
 from service.api.app import create_app, make_server
 from service.api.auth import PUBLIC, allowed_scopes

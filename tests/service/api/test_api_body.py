@@ -21,8 +21,8 @@ import httpx
 import numpy as np
 import pytest
 import uvicorn
-from agent_fixtures import eventually
-from service_fixtures import CONFIG, HEADERS, VOCAB, RunningService, rollout_file
+from helpers.engine.agent_fixtures import eventually
+from helpers.service.service_fixtures import CONFIG, HEADERS, VOCAB, RunningService, rollout_file
 from starlette.requests import Request
 
 from rl_hooks import wire

@@ -18,13 +18,21 @@ import httpx
 import numpy as np
 import pytest
 import redis.asyncio
-from access_fixtures import RULES, TokenFile, request_of
-from agent_fixtures import eventually
-from record_fixtures import told
+from helpers.engine.agent_fixtures import eventually
+from helpers.service.access_fixtures import RULES, TokenFile, request_of
+from helpers.service.service_fixtures import (
+    HEADERS,
+    RunningService,
+    f32,
+    head_file,
+    rollout_file,
+    rollout_tensors,
+    run_file,
+)
+from helpers.service.storage_fixtures import RolloutQueue
+from helpers.service.valkey_fixtures import OwnValkey
+from helpers.worker.record_fixtures import told
 from redis import Redis
-from service_fixtures import HEADERS, RunningService, f32, head_file, rollout_file, rollout_tensors, run_file
-from storage_fixtures import RolloutQueue
-from valkey_fixtures import OwnValkey
 
 from rl_hooks import wire
 from service.api.rollouts import batches as rollouts_api

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from agent_fixtures import eventually
-from port_fixtures import DESCRIPTORS, FLOODS, GET, MIB, POST, Process, places, pour
-from ports import free_port
+from helpers.engine.agent_fixtures import eventually
+from helpers.ports import free_port
+from helpers.service.port_fixtures import DESCRIPTORS, FLOODS, GET, MIB, POST, Process, places, pour
+from helpers.service.service_fixtures import HEADERS, RunningService, rollout_file
+from helpers.service.valkey_fixtures import OwnValkey
 from pydantic import SecretStr
-from service_fixtures import HEADERS, RunningService, rollout_file
-from valkey_fixtures import OwnValkey
 
 from service.api import app
 from service.api.port import connections

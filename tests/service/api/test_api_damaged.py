@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from service_fixtures import HEADERS, RunningService, head_file, publish, rollout_file, run_file
+from helpers.service.service_fixtures import HEADERS, RunningService, head_file, publish, rollout_file, run_file
 
 from rl_hooks.wire import MappedFile
 from service.api import drafters as drafters_api

@@ -12,16 +12,16 @@ from typing import Any
 import httpx
 import pytest
 import redis.asyncio
-from access_fixtures import TokenFile
+from helpers.service.access_fixtures import TokenFile
 
 pytest.importorskip("obstore")
 pytest.importorskip("botocore")
 pytest.importorskip("moto")
 
-from object_fixtures import BUCKET, OTHER, Store, failing, running_store, signed_only, silent
+from helpers.service.object_fixtures import BUCKET, OTHER, Store, failing, running_store, signed_only, silent
+from helpers.service.service_fixtures import HEADERS, RunningService, i32, rollout_file
 from pydantic import ValidationError
 from redis import Redis
-from service_fixtures import HEADERS, RunningService, i32, rollout_file
 
 from rl_hooks import wire
 from service.api.context.context import ServiceContext

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from service_fixtures import RunningService, rollout_file
+from helpers.service.service_fixtures import RunningService, rollout_file
 
 from service.monitor.events import GateEvidence
 from service.storage.layout import locked

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from helpers.service.service_fixtures import RunningService
 from hypothesis import given
 from hypothesis import strategies as st
-from service_fixtures import RunningService
 
 from service.api import acceptance
 from service.api.context import evidence

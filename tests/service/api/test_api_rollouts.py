@@ -20,10 +20,9 @@ import httpx
 import numpy as np
 import pytest
 import redis.asyncio
-from agent_fixtures import eventually
-from ports import free_port
-from redis import Redis
-from service_fixtures import (
+from helpers.engine.agent_fixtures import eventually
+from helpers.ports import free_port
+from helpers.service.service_fixtures import (
     CONFIG,
     HEADERS,
     RunningService,
@@ -34,8 +33,9 @@ from service_fixtures import (
     run_file,
     with_last_rows,
 )
-from storage_fixtures import RolloutQueue
-from valkey_fixtures import OwnValkey
+from helpers.service.storage_fixtures import RolloutQueue
+from helpers.service.valkey_fixtures import OwnValkey
+from redis import Redis
 
 from rl_hooks import wire
 from service.api.context.context import ServiceContext

@@ -17,10 +17,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from attacks.runs import SIZES, drafter_tensors
-from death_fixtures import Stopped, die_in
-from record_fixtures import gauges
-from redis import Redis
-from service_fixtures import (
+from helpers.service.service_fixtures import (
     CONFIG,
     HEADERS,
     HIDDEN,
@@ -34,6 +31,9 @@ from service_fixtures import (
     rollout_file,
     run_file,
 )
+from helpers.worker.death_fixtures import Stopped, die_in
+from helpers.worker.record_fixtures import gauges
+from redis import Redis
 
 from drafter.files.checkpoint import export_config
 from rl_hooks import wire

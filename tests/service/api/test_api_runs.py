@@ -14,8 +14,7 @@ import httpx
 import pytest
 import redis.asyncio
 from attacks.runs import SIZES, drafter_tensors
-from redis import Redis
-from service_fixtures import (
+from helpers.service.service_fixtures import (
     CONFIG,
     FINGERPRINT,
     HEADERS,
@@ -29,6 +28,7 @@ from service_fixtures import (
     rollout_file,
     run_file,
 )
+from redis import Redis
 
 from drafter.files.checkpoint import export_config
 from rl_hooks import wire

@@ -18,12 +18,12 @@ import httpx
 import numpy as np
 import pytest
 import trustme
-from agent_fixtures import Engine, drafter_bytes, drafter_config, eventually, start_agent
-from port_fixtures import DESCRIPTORS, FLOODS, GET, MIB, Process, places, pour
+from helpers.engine.agent_fixtures import Engine, drafter_bytes, drafter_config, eventually, start_agent
+from helpers.service.port_fixtures import DESCRIPTORS, FLOODS, GET, MIB, Process, places, pour
+from helpers.service.service_fixtures import HEADERS, RunningService, rollout_file, run_file
+from helpers.service.valkey_fixtures import OwnValkey
 from pydantic import ValidationError
-from service_fixtures import HEADERS, RunningService, rollout_file, run_file
 from typer.testing import CliRunner
-from valkey_fixtures import OwnValkey
 
 from rl_hooks.sending.exchange import Origin, ReplyError, exchange, trusted, trusted_of_store
 from service.api.app import make_server

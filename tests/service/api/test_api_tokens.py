@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import httpx
 import pytest
-from access_fixtures import OTHER, OWN, RULES, UNSATISFIED, TokenFile, ask, request_of
-from service_fixtures import HEADERS, RunningService, rollout_file, run_file
+from helpers.service.access_fixtures import OTHER, OWN, RULES, UNSATISFIED, TokenFile, ask, request_of
+from helpers.service.service_fixtures import HEADERS, RunningService, rollout_file, run_file
 from typer.testing import CliRunner
 
 from service.access import tokens as access

@@ -16,10 +16,10 @@ from attacks.accepted import ACCEPTED
 from attacks.corpus import MAKERS, Attack
 from attacks.runs import RUNS
 from attacks.sent import DRAFTERS, HEADS, REPORTS
+from helpers.service.service_fixtures import HEADERS, RunningService, rollout_file
+from helpers.service.storage_fixtures import RolloutQueue
+from helpers.service.valkey_fixtures import OwnValkey
 from redis import Redis
-from service_fixtures import HEADERS, RunningService, rollout_file
-from storage_fixtures import RolloutQueue
-from valkey_fixtures import OwnValkey
 
 from rl_hooks import wire
 

@@ -18,11 +18,11 @@ from typing import Any
 import httpx
 import pytest
 import redis.asyncio
-from ports import free_port
-from service_fixtures import RunningService
+from helpers.ports import free_port
+from helpers.service.service_fixtures import RunningService
+from helpers.worker.worker_fixtures import Bench
 from torch import Tensor
 from typer.testing import CliRunner
-from worker_fixtures import Bench
 
 from rl_hooks import wire
 from service.api.context.context import ServiceContext

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 import redis.asyncio
-from agent_fixtures import eventually
+from helpers.engine.agent_fixtures import eventually
+from helpers.service.service_fixtures import HEADERS, VOCAB, RunningService, head_file, rollout_file
+from helpers.service.storage_fixtures import RolloutQueue
 from redis import Redis
-from service_fixtures import HEADERS, VOCAB, RunningService, head_file, rollout_file
-from storage_fixtures import RolloutQueue
 
 from rl_hooks.wire import CONTENT_TYPE, Tensor
 from service.api.context.context import ServiceContext

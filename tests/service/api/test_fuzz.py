@@ -21,11 +21,11 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from access_fixtures import TokenFile
 from attacks.runs import SIZES, drafter_tensors, with_drafter
-from ports import free_port
+from helpers.ports import free_port
+from helpers.service.access_fixtures import TokenFile
+from helpers.service.service_fixtures import HEADERS, HIDDEN, joined, publish, rollout_file, run_file
 from redis import Redis
-from service_fixtures import HEADERS, HIDDEN, joined, publish, rollout_file, run_file
 
 from drafter.files.checkpoint import export_config
 from rl_hooks import wire
@@ -150,7 +150,7 @@ def test_no_request_and_no_sequence_of_requests_makes_the_api_break_its_own_desc
             *("--warnings", "off"),
         ]
         environment = os.environ | {
-            "SCHEMATHESIS_HOOKS": str(TESTS / "fuzz_hooks.py"),
+            "SCHEMATHESIS_HOOKS": str(TESTS / "helpers/service/fuzz_hooks.py"),
             "FUZZ_NAMES": json.dumps(names),
             "FUZZ_GOOD": str(good),
             "FUZZ_TOKENS": json.dumps(tokens.secrets if with_tokens else {}),

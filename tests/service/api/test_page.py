@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import page_fixtures
 import pytest
 import torch
-from browser_fixtures import CHROMIUM, Browser, running_browser
-from page_fixtures import PAGE, sample_run, serving
-from record_fixtures import compared, stored
+from helpers.service import page_fixtures
+from helpers.service.browser_fixtures import CHROMIUM, Browser, running_browser
+from helpers.service.page_fixtures import PAGE, sample_run, serving
+from helpers.service.service_fixtures import HEADERS, RunningService, run_file
+from helpers.service.storage_fixtures import Store
+from helpers.worker.record_fixtures import compared, stored
+from helpers.worker.worker_fixtures import Bench, nest
 from redis import Redis
-from service_fixtures import HEADERS, RunningService, run_file
-from storage_fixtures import Store
-from worker_fixtures import Bench, nest
 
 import service.api.acceptance as service_acceptance
 import service.monitor.headline

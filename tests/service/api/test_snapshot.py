@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import redis.asyncio
-from record_fixtures import acceptance, gauges, score, stored
+from helpers.service.service_fixtures import RunningService, rollout_file
+from helpers.service.storage_fixtures import RolloutQueue, Store
+from helpers.worker.record_fixtures import acceptance, gauges, score, stored
+from helpers.worker.worker_fixtures import Bench
 from redis import Redis
-from service_fixtures import RunningService, rollout_file
-from storage_fixtures import RolloutQueue, Store
-from worker_fixtures import Bench
 
 import service.api.snapshot
 import service.monitor.headline

@@ -19,12 +19,12 @@ from unittest.mock import Mock
 import httpx
 import pytest
 import torch
-from agent_fixtures import eventually
-from ports import free_port
+from helpers.engine.agent_fixtures import eventually
+from helpers.ports import free_port
+from helpers.worker.worker_fixtures import World, alive
 from pydantic import SecretStr, ValidationError
 from typer.models import OptionInfo
 from typer.testing import CliRunner
-from worker_fixtures import World, alive
 
 import service.ranks
 import service.worker.process.worker

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agent_fixtures import drafter_bytes, drafter_config
-from service_fixtures import RunningService
+from helpers.engine.agent_fixtures import drafter_bytes, drafter_config
+from helpers.service.service_fixtures import RunningService
 from typer.testing import CliRunner
 
 from rl_hooks.release import new_key

@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from helpers.service.service_fixtures import RunningService, rollout_file
 from redis import Redis
-from service_fixtures import RunningService, rollout_file
 from typer.testing import CliRunner
 
 from service.cli.main import app

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from worker_fixtures import alive, wait_until_gone
+from helpers.worker.worker_fixtures import alive, wait_until_gone
 
 from service.cli.supervisor import (
     PARENT_VARIABLE,

@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from agent_fixtures import eventually
-from ports import free_port
+from helpers.engine.agent_fixtures import eventually
+from helpers.ports import free_port
+from helpers.service.valkey_fixtures import OwnValkey
 from redis import Redis
 from redis.exceptions import RedisError
-from valkey_fixtures import OwnValkey
 
 from service.cli.checks import check_redis
 from service.cli.valkey import find_binary

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.service.valkey_fixtures import OwnValkey
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.retry import Retry
-from valkey_fixtures import OwnValkey
 
 from service.cli import valkey as valkey_module
 from service.cli.checks import checked_redis

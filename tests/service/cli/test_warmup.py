@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from hooks_fixtures import as_float, mapped, receiver, tiny_qwen3
-from ports import free_port
+from helpers.ports import free_port
+from helpers.trainer.hooks_fixtures import as_float, mapped, receiver, tiny_qwen3
 from transformers import AutoTokenizer, GenerationConfig
 
 from drafter.batch import load_batch

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from drift_fixtures import SEED
-from made_once import made_once
+from helpers.made_once import made_once
+from helpers.worker.drift_fixtures import SEED
 
 from benchmarks.alarms import Bank, make_bank
 

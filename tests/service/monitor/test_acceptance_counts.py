@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from record_fixtures import acceptance, by_drafter
+from helpers.service.service_fixtures import RunningService, rollout_file
+from helpers.service.storage_fixtures import Store
+from helpers.worker.record_fixtures import acceptance, by_drafter
 from redis import Redis
-from service_fixtures import RunningService, rollout_file
-from storage_fixtures import Store
 
 from service.monitor.counts import (
     LiveAlpha,

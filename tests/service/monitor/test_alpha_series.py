@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import record_fixtures
+from helpers.worker import record_fixtures
 from pydantic_core import to_jsonable_python
 
 from service.monitor.alpha import _student, alpha_series, attempts

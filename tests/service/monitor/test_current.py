@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from record_fixtures import compared, score, sums
-from service_fixtures import HEADERS, RunningService
-from worker_fixtures import Bench
+from helpers.service.service_fixtures import HEADERS, RunningService
+from helpers.worker.record_fixtures import compared, score, sums
+from helpers.worker.worker_fixtures import Bench
 
 from service.monitor.alpha import Compared, Turn
 from service.monitor.current import ENOUGH_ROUNDS, Newest, Tilt, current

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from drift_fixtures import SEED, SHORT, UNLIKE, feed, first_alarm, noise, sd_of
+from helpers.worker.drift_fixtures import SEED, SHORT, UNLIKE, feed, first_alarm, noise, sd_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import optimize

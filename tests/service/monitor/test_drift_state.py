@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from drift_fixtures import feed, noise
+from helpers.worker.drift_fixtures import feed, noise
 
 from benchmarks.alarms import (
     ROLLOUTS_PER_TICK,

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from drift_fixtures import UNLIKE, feed, noise
+from helpers.worker.drift_fixtures import UNLIKE, feed, noise
 
 from benchmarks.alarms import Bank, config, publishing
 from service.monitor.drift.limits import Lane

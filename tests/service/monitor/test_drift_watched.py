@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drift_fixtures import SEED, feed, names, noise, noisy, replays, watching
+from helpers.worker.drift_fixtures import SEED, feed, names, noise, noisy, replays, watching
 
 from benchmarks.alarms import (
     config,

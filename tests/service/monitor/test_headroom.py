@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from record_fixtures import score, stored
+from helpers.worker.record_fixtures import score, stored
 
 from benchmarks.headroom import World, simulated
 from service.monitor.headroom import STATES, Advice, LearningCurve, advise, longest_pause, trainer_silent

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from live_fixtures import ALPHAS, RULE, VERSION, block, known, score, sound
+from helpers.worker.live_fixtures import ALPHAS, RULE, VERSION, block, known, score, sound
 
 from service.monitor.live.blocks import Block
 from service.monitor.live.engine import (

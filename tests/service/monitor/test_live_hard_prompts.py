@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from record_fixtures import acceptance
+from helpers.worker.record_fixtures import acceptance
 
 from benchmarks import hard_prompts
 from benchmarks.live_replay import SOUND, odds

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.worker.record_fixtures import acceptance
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from record_fixtures import acceptance
 
 from benchmarks.live_replay import NO_FAULT, SHARED, WORLDS, cases, false_names, restarted, until_named
 from rl_hooks.wire import COUNTED_PROMPTS

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from live_fixtures import ALPHAS, RULE, VERSION, block, known, score, sound
+from helpers.worker.live_fixtures import ALPHAS, RULE, VERSION, block, known, score, sound
 
 from service.monitor.live.blocks import Block
 from service.monitor.live.engine import DEAD_ROUNDS

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.worker.record_fixtures import stored
 from prometheus_client.parser import text_string_to_metric_families
-from record_fixtures import stored
 
 from service.monitor.alpha import attempts
 from service.monitor.current import condensed

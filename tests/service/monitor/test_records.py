@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import redis.asyncio
-from record_fixtures import acceptance, gauges, score
+from helpers.worker.record_fixtures import acceptance, gauges, score
 from redis import Redis
 
 from service.api.snapshot import run_document

@@ -19,11 +19,11 @@ from typing import Any
 import httpx
 import pytest
 import redis.asyncio
-from agent_fixtures import eventually
-from record_fixtures import acceptance, gauges, score
+from helpers.engine.agent_fixtures import eventually
+from helpers.service.service_fixtures import RunningService, publish
+from helpers.service.storage_fixtures import Store
+from helpers.worker.record_fixtures import acceptance, gauges, score
 from redis import Redis
-from service_fixtures import RunningService, publish
-from storage_fixtures import Store
 
 from service.api.auth import _BEGIN_AT_ONCE, Throttle
 from service.api.context.context import ServiceContext

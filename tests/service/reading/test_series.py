@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import redis.asyncio
+from helpers.service.service_fixtures import publish
+from helpers.service.storage_fixtures import Store
+from helpers.worker.record_fixtures import acceptance, gauges, score
 from pydantic import SecretStr
-from record_fixtures import acceptance, gauges, score
 from redis import Redis
 from redis.exceptions import ResponseError
-from service_fixtures import publish
-from storage_fixtures import Store
 
 from service.api.context.context import ServiceContext
 from service.api.snapshot import read_followed, read_headline, read_now, read_snapshot, run_document, run_text

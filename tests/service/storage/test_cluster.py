@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from failover_fixtures import Cluster, Sentinels, until
+from helpers.service.failover_fixtures import Cluster, Sentinels, until
+from helpers.service.storage_fixtures import RolloutQueue
 from redis.exceptions import ConnectionError as RedisConnectionError
-from storage_fixtures import RolloutQueue
 
 from service.cli.checks import check_redis, checked_redis
 from service.errors import ConfigurationError

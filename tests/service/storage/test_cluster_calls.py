@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from failover_fixtures import Cluster
-from record_fixtures import gauges
+from helpers.service.failover_fixtures import Cluster
+from helpers.worker.record_fixtures import gauges
 
 import service.storage
 from service.monitor.live.engine import LiveRule

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import redis.asyncio
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import Store
+from helpers.worker.record_fixtures import acceptance, by_drafter, score
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from record_fixtures import acceptance, by_drafter, score
 from redis import Redis
 from redis.exceptions import RedisError
-from service_fixtures import RunningService
-from storage_fixtures import Store
 
 from rl_hooks.engines.counters import MAX_BUCKETS, Counts, Ledger
 from service.api import snapshot

@@ -16,9 +16,9 @@ import pytest
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
-from object_fixtures import BUCKET, Store, failing, losing_answers
-from record_fixtures import told
-from service_fixtures import publish
+from helpers.service.object_fixtures import BUCKET, Store, failing, losing_answers
+from helpers.service.service_fixtures import publish
+from helpers.worker.record_fixtures import told
 from typer.testing import CliRunner
 
 from service.cli.main import app

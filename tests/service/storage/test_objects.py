@@ -13,14 +13,14 @@ from typing import Any
 
 import httpx
 import pytest
-from agent_fixtures import Engine, drafter_bytes, drafter_config, eventually, start_agent
+from helpers.engine.agent_fixtures import Engine, drafter_bytes, drafter_config, eventually, start_agent
 
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
-from object_fixtures import BUCKET, Fault, Store, answering, failing, silent
+from helpers.service.object_fixtures import BUCKET, Fault, Store, answering, failing, silent
+from helpers.service.service_fixtures import RunningService, publish
 from pydantic import ValidationError
-from service_fixtures import RunningService, publish
 
 from rl_hooks.agent.download import fetch_release
 from rl_hooks.release import parse_manifest
@@ -160,7 +160,7 @@ import os, signal, sys
 from pathlib import Path
 from service.storage.layout import Layout
 from service.storage.registry import Registry
-from service_fixtures import publish
+from helpers.service.service_fixtures import publish
 Registry._commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 publish(Registry(Layout(Path(sys.argv[1])), sys.argv[2]))
 """

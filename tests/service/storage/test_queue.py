@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import redis.asyncio
+from helpers.service.storage_fixtures import RolloutQueue
 from redis import Redis
-from storage_fixtures import RolloutQueue
 
 from service.storage.queue.dead import DeadLetters
 from service.storage.queue.deliveries import KILLER, Entry

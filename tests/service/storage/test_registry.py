@@ -22,9 +22,9 @@ import pytest
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
-from object_fixtures import BUCKET
-from record_fixtures import told
-from service_fixtures import publish
+from helpers.service.object_fixtures import BUCKET
+from helpers.service.service_fixtures import publish
+from helpers.worker.record_fixtures import told
 
 from service.errors import RegistryBusy, RegistryError, RunNotFound, VersionNotFound
 from service.monitor.events import CanaryVerdict, GateEvidence, Moved, Refused
@@ -429,7 +429,7 @@ PUBLISHER = """
 import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from service_fixtures import publish
+from helpers.service.service_fixtures import publish
 from service.settings import Settings
 from service.storage.mirror import state_of
 from service.storage.registry import Registry

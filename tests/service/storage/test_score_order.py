@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 import redis.asyncio
-from record_fixtures import score
+from helpers.service.storage_fixtures import Store
+from helpers.worker.record_fixtures import score
 from redis import Redis
-from storage_fixtures import Store
 
 from service.storage.reports import store as reports
 from service.storage.reports.store import AsyncStore

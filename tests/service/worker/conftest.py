@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from service_fixtures import RunningService
-from worker_fixtures import Bench, Nest, nest
+from helpers.service.service_fixtures import RunningService
+from helpers.worker.worker_fixtures import Bench, Nest, nest
 
 
 @pytest.fixture

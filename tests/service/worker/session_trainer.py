@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from hooks_fixtures import AUX, padded_batch, step, tiny_qwen3
-from rank_fixtures import run_two_ranks
+from helpers.trainer.hooks_fixtures import AUX, padded_batch, step, tiny_qwen3
+from helpers.worker.rank_fixtures import run_two_ranks
 
 from rl_hooks.hook import DrafterHook
 

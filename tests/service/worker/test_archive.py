@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from record_fixtures import told
-from worker_fixtures import Bench, published
+from helpers.worker.record_fixtures import told
+from helpers.worker.worker_fixtures import Bench, published
 
 from drafter.replay.acceptance import Replay
 from service.storage.drafters.versions import Manifest

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_fixtures import Engine, eventually, settle, start_agent
 from attacks.sent import reports_by_prompt
-from service_fixtures import RunningService
-from storage_fixtures import RolloutQueue, Store
-from worker_fixtures import Bench, alive, nest
+from helpers.engine.agent_fixtures import Engine, eventually, settle, start_agent
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import RolloutQueue, Store
+from helpers.worker.worker_fixtures import Bench, alive, nest
 
 from rl_hooks.agent.agent import AgentConfig, SwapAgent
 from rl_hooks.engines.counters import Counts, Snapshot

@@ -18,13 +18,13 @@ import torch
 from attacks.accepted import ACCEPTED
 from attacks.runs import RUNS, TAKEN
 from attacks.sent import DRAFTERS, HEADS, REPORTS, Change, report
-from command_fixtures import LATENT
+from helpers.service.command_fixtures import LATENT
+from helpers.service.service_fixtures import HEADERS, RunningService
+from helpers.service.service_fixtures import run_file as plain_run_file
+from helpers.service.storage_fixtures import RolloutQueue, Store
+from helpers.worker.worker_fixtures import CONFIG, LAYERS, Bench, Nest, alive, joined
 from prometheus_client.parser import text_string_to_metric_families
-from service_fixtures import HEADERS, RunningService
-from service_fixtures import run_file as plain_run_file
-from storage_fixtures import RolloutQueue, Store
 from torch import Tensor
-from worker_fixtures import CONFIG, LAYERS, Bench, Nest, alive, joined
 
 from drafter.files.checkpoint import export_config
 from drafter.model.eagle3 import Eagle3Drafter

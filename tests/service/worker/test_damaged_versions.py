@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.service.service_fixtures import HEADERS, RunningService
+from helpers.service.storage_fixtures import Store
+from helpers.worker.worker_fixtures import Bench, joined
 from redis import Redis
-from service_fixtures import HEADERS, RunningService
-from storage_fixtures import Store
-from worker_fixtures import Bench, joined
 from xxhash import xxh3_64
 
 import service.worker.process.worker

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.worker.record_fixtures import told
+from helpers.worker.worker_fixtures import FINGERPRINT, HIDDEN, LAYERS, VOCAB, Bench, World, joined
 from hypothesis import given
 from hypothesis import strategies as st
-from record_fixtures import told
-from worker_fixtures import FINGERPRINT, HIDDEN, LAYERS, VOCAB, Bench, World, joined
 
 from drafter.batch import RolloutBatch, load_batch, prompt_hashes
 from drafter.replay.acceptance import Replay

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from storage_fixtures import RolloutQueue
-from worker_fixtures import Bench
+from helpers.service.storage_fixtures import RolloutQueue
+from helpers.worker.worker_fixtures import Bench
 
 from drafter.training.trainer import DrafterTrainer, StepReport
 from service.storage.queue.deliveries import Entry

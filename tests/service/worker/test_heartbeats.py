@@ -7,11 +7,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from record_fixtures import gauges
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import Store
+from helpers.worker.record_fixtures import gauges
+from helpers.worker.worker_fixtures import Bench, Nest
 from redis import Redis
-from service_fixtures import RunningService
-from storage_fixtures import Store
-from worker_fixtures import Bench, Nest
 
 from service.worker.process import heartbeat
 from service.worker.process.worker import Worker

@@ -12,8 +12,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from helpers.worker.worker_fixtures import VOCAB, Bench
 from redis.exceptions import ConnectionError as RedisConnectionError
-from worker_fixtures import VOCAB, Bench
 
 from drafter.batch import load_batch
 from drafter.training.trainer import DrafterTrainer

@@ -18,10 +18,10 @@ pytest.importorskip("obstore")
 pytest.importorskip("botocore")
 pytest.importorskip("moto")
 
-from hooks_fixtures import AUX, step, tiny_qwen3
-from object_fixtures import BUCKET, Store, failing, signed_only
-from service_fixtures import RunningService
-from worker_fixtures import VOCAB, Bench, World, final_state
+from helpers.service.object_fixtures import BUCKET, Store, failing, signed_only
+from helpers.service.service_fixtures import RunningService
+from helpers.trainer.hooks_fixtures import AUX, step, tiny_qwen3
+from helpers.worker.worker_fixtures import VOCAB, Bench, World, final_state
 
 from rl_hooks import wire
 from rl_hooks.hook import DrafterHook

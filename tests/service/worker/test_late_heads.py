@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from service_fixtures import HEADERS, RunningService
-from worker_fixtures import Bench
+from helpers.service.service_fixtures import HEADERS, RunningService
+from helpers.worker.worker_fixtures import Bench
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from command_fixtures import LATENT
+from helpers.service.command_fixtures import LATENT
+from helpers.service.service_fixtures import HEADERS, RunningService
+from helpers.worker.worker_fixtures import CONFIG, FINGERPRINT, HIDDEN, LAYERS, Bench, World, joined, recorded_windows
 from safetensors.torch import load_file
-from service_fixtures import HEADERS, RunningService
 from typer.testing import CliRunner
-from worker_fixtures import CONFIG, FINGERPRINT, HIDDEN, LAYERS, Bench, World, joined, recorded_windows
 
 from drafter.batch import load_batch
 from drafter.errors import TargetHeadError

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from worker_fixtures import Bench
+from helpers.worker.worker_fixtures import Bench
 
 from benchmarks.promises import COURSES, play
 from service.monitor.events import GateEvidence

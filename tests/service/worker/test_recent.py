@@ -19,10 +19,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from rollout_files import as_fp8, prompts_once_of
-from service_fixtures import with_last_rows
+from helpers.service.service_fixtures import with_last_rows
+from helpers.worker.rollout_files import as_fp8, prompts_once_of
+from helpers.worker.worker_fixtures import World, joined
 from torch import Tensor
-from worker_fixtures import World, joined
 
 import drafter.policy
 from drafter.batch import RolloutBatch, load_batch, prompt_hashes, screen

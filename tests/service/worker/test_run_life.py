@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from service_fixtures import HEADERS, RunningService
-from worker_fixtures import Bench, Nest
+from helpers.service.service_fixtures import HEADERS, RunningService
+from helpers.worker.worker_fixtures import Bench, Nest
 
 from rl_hooks.sending.sender import RolloutSender
 from service.errors import LatestHeld

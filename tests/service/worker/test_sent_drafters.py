@@ -11,10 +11,10 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from service_fixtures import HEADERS, RunningService, publish
+from helpers.service.service_fixtures import HEADERS, RunningService, publish
+from helpers.worker.worker_fixtures import DRAFT, Bench, Nest, joined
 from torch import Tensor
 from typer.testing import CliRunner
-from worker_fixtures import DRAFT, Bench, Nest, joined
 
 from benchmarks.gate_error import WORLDS, World
 from benchmarks.sent import NOISY

@@ -23,13 +23,13 @@ import pytest
 import redis.asyncio
 import torch
 import torch.distributed as dist
-from hooks_fixtures import AUX, Attach, attaching, receiver, step
-from hooks_fixtures import tiny_qwen3 as tiny
-from ports import free_port
-from service_fixtures import HEADERS, RunningService
+from helpers.ports import free_port
+from helpers.service.service_fixtures import HEADERS, RunningService
+from helpers.trainer.hooks_fixtures import AUX, Attach, attaching, receiver, step
+from helpers.trainer.hooks_fixtures import tiny_qwen3 as tiny
+from helpers.worker.worker_fixtures import Bench, World
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from transformers import Qwen3ForCausalLM
-from worker_fixtures import Bench, World
 
 import rl_hooks.trainer.session
 import service.api.runs
@@ -64,7 +64,7 @@ def _store_url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Of an object store that hosts share their state by."""
     pytest.importorskip("obstore")
     pytest.importorskip("moto")
-    from object_fixtures import BUCKET, running_store
+    from helpers.service.object_fixtures import BUCKET, running_store
 
     for _ in running_store(monkeypatch):
         yield f"s3://{BUCKET}/state"

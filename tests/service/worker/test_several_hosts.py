@@ -15,12 +15,12 @@ pytest.importorskip("obstore")
 pytest.importorskip("botocore")
 pytest.importorskip("moto")
 
-from agent_fixtures import Engine, drafter_bytes, drafter_config, eventually, start_agent
-from failover_fixtures import until
-from object_fixtures import BUCKET, Store, failing, silent
-from service_fixtures import HEADERS, RunningService, publish
+from helpers.engine.agent_fixtures import Engine, drafter_bytes, drafter_config, eventually, start_agent
+from helpers.service.failover_fixtures import until
+from helpers.service.object_fixtures import BUCKET, Store, failing, silent
+from helpers.service.service_fixtures import HEADERS, RunningService, publish
+from helpers.worker.worker_fixtures import Bench, nest
 from torch import Tensor
-from worker_fixtures import Bench, nest
 
 from service.api.context.context import ServiceContext
 from service.errors import ConfigurationError, ObjectStoreError

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from record_fixtures import gauges
+from helpers.service.storage_fixtures import RolloutQueue, Store
+from helpers.worker.record_fixtures import gauges
+from helpers.worker.worker_fixtures import Bench, Nest, nest
 from redis import Redis
-from storage_fixtures import RolloutQueue, Store
-from worker_fixtures import Bench, Nest, nest
 
 from service.storage.queue import lease
 from service.storage.queue.keys import Keys

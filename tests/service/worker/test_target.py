@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from worker_fixtures import CONFIG, HIDDEN, LAYERS, VOCAB, Bench, World, joined
+from helpers.worker.worker_fixtures import CONFIG, HIDDEN, LAYERS, VOCAB, Bench, World, joined
 
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire

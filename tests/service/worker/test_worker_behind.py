@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.worker.worker_fixtures import Bench
 from redis.exceptions import ConnectionError as RedisAwayError
 from torch import Tensor
-from worker_fixtures import Bench
 
 from drafter.training.trainer import DrafterTrainer
 from service.errors import WorkerError

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from service_fixtures import RunningService
-from worker_fixtures import Bench, Nest
+from helpers.service.service_fixtures import RunningService
+from helpers.worker.worker_fixtures import Bench, Nest
 
 from service.monitor.controller import Controller
 from service.storage.reports.drafting import Drafting, learn_drafting, settings_of

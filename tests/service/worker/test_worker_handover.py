@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from record_fixtures import told
+from helpers.worker.record_fixtures import told
+from helpers.worker.worker_fixtures import Bench
 from redis import Redis
-from worker_fixtures import Bench
 
 import rl_hooks.durable
 import service.storage.drafters.versions

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import redis.asyncio
-from record_fixtures import acceptance
-from worker_fixtures import Bench
+from helpers.worker.record_fixtures import acceptance
+from helpers.worker.worker_fixtures import Bench
 
 from service.monitor.records import StepSample
 from service.storage.registry import Registry

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from service_fixtures import RunningService
+from helpers.service.service_fixtures import RunningService
+from helpers.worker.worker_fixtures import CONFIG, DRAFT, LAYERS, Bench, World
 from torch import Tensor
-from worker_fixtures import CONFIG, DRAFT, LAYERS, Bench, World
 
 from drafter.batch import load_batch
 from drafter.replay.gate import CLAIM_SD, Look, compare

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import redis.asyncio
 import torch
-from record_fixtures import told
+from helpers.service.service_fixtures import run_file as plain_run_file
+from helpers.worker.record_fixtures import told
+from helpers.worker.worker_fixtures import CONFIG, DRAFT, LAYERS, VOCAB, Bench, World, published, recorded_windows
 from redis import Redis
-from service_fixtures import run_file as plain_run_file
-from worker_fixtures import CONFIG, DRAFT, LAYERS, VOCAB, Bench, World, published, recorded_windows
 
 from drafter.batch import load_batch
 from drafter.errors import DrafterError

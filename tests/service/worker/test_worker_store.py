@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from helpers.worker.worker_fixtures import Bench
 from redis import Redis
-from worker_fixtures import Bench
 
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
-from object_fixtures import BUCKET, Store, failing
-from storage_fixtures import Store as Reports
+from helpers.service.object_fixtures import BUCKET, Store, failing
+from helpers.service.storage_fixtures import Store as Reports
 
 import service.worker.process.worker
 from service.storage.registry import Registry

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.worker.worker_fixtures import World
 from safetensors.torch import save_file
-from worker_fixtures import World
 
 from drafter.files.checkpoint import (
     write_drafter,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_fixtures import ENTERING, LATENT, refused, worked
+from helpers.service.command_fixtures import ENTERING, LATENT, refused, worked
+from helpers.worker.worker_fixtures import CONFIG, DRAFT, LAYERS, World
 from safetensors.torch import load_file, save_file
-from worker_fixtures import CONFIG, DRAFT, LAYERS, World
 
 from drafter.files.checkpoint import (
     CONFIG_FILE,

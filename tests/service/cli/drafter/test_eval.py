@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from command_fixtures import LATENT, refused, worked
+from helpers.service.command_fixtures import LATENT, refused, worked
+from helpers.worker.worker_fixtures import CONFIG, LAYERS, World
 from safetensors.torch import save_file
-from worker_fixtures import CONFIG, LAYERS, World
 
 from drafter.batch import load_batch
 from drafter.files.checkpoint import (

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from failure_fixtures import FIRST
+from helpers.worker.failure_fixtures import FIRST
+from helpers.worker.worker_fixtures import Bench
 from redis import Redis
-from worker_fixtures import Bench
 
 import service.worker.claim
 import service.worker.inbox

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from failure_fixtures import FIRST, error_of, turns
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import RolloutQueue
+from helpers.worker.failure_fixtures import FIRST, error_of, turns
+from helpers.worker.worker_fixtures import Bench, Nest
 from redis import Redis
-from service_fixtures import RunningService
-from storage_fixtures import RolloutQueue
-from worker_fixtures import Bench, Nest
 
 from service.worker.process.worker import Worker
 

@@ -8,11 +8,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from failure_fixtures import FIRST, broken, error_of
-from record_fixtures import gauges
+from helpers.service.storage_fixtures import RolloutQueue
+from helpers.worker.failure_fixtures import FIRST, broken, error_of
+from helpers.worker.record_fixtures import gauges
+from helpers.worker.worker_fixtures import Bench, alive, nest, wait_until_gone
 from redis.exceptions import ConnectionError as RedisConnectionError
-from storage_fixtures import RolloutQueue
-from worker_fixtures import Bench, alive, nest, wait_until_gone
 
 import service.worker.claim
 import service.worker.inbox

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from failure_fixtures import FIRST, a_minute_later, broken, error_of, turns
-from service_fixtures import RunningService
-from storage_fixtures import RolloutQueue
-from worker_fixtures import Bench
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import RolloutQueue
+from helpers.worker.failure_fixtures import FIRST, a_minute_later, broken, error_of, turns
+from helpers.worker.worker_fixtures import Bench
 
 from service.storage.queue.deliveries import MAX_DELIVERIES
 from service.worker.checkpoint import WorkerCheckpoint

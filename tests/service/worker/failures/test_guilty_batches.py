@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from failure_fixtures import FIRST, a_minute_later, broken, error_of, holds, turns
-from storage_fixtures import RolloutQueue
-from worker_fixtures import Bench
+from helpers.service.storage_fixtures import RolloutQueue
+from helpers.worker.failure_fixtures import FIRST, a_minute_later, broken, error_of, holds, turns
+from helpers.worker.worker_fixtures import Bench
 
 import service.worker.claim
 import service.worker.inbox

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from failure_fixtures import FIRST, a_minute_later, broken, error_of, turns
-from service_fixtures import HEADERS, RunningService
-from storage_fixtures import RolloutQueue, Store
-from worker_fixtures import Bench
+from helpers.service.service_fixtures import HEADERS, RunningService
+from helpers.service.storage_fixtures import RolloutQueue, Store
+from helpers.worker.failure_fixtures import FIRST, a_minute_later, broken, error_of, turns
+from helpers.worker.worker_fixtures import Bench
 
 import service.worker.claim
 import service.worker.inbox

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from failure_fixtures import a_minute_later, error_of, turns
+from helpers.worker.failure_fixtures import a_minute_later, error_of, turns
+from helpers.worker.worker_fixtures import Bench
 from redis import Redis
-from worker_fixtures import Bench
 
 import service.worker.scoring
 from drafter.batch import RolloutBatch, load_batch

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from failure_fixtures import FIRST, broken
-from worker_fixtures import Bench
+from helpers.worker.failure_fixtures import FIRST, broken
+from helpers.worker.worker_fixtures import Bench
 
 import service.worker.claim
 import service.worker.inbox

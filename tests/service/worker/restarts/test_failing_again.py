@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from death_fixtures import fails_with
+from helpers.service.storage_fixtures import Store
+from helpers.worker.death_fixtures import fails_with
+from helpers.worker.worker_fixtures import Bench, states
 from redis.exceptions import ConnectionError as RedisConnectionError
-from storage_fixtures import Store
-from worker_fixtures import Bench, states
 
 import service.storage.queue.lease
 import service.worker.inbox

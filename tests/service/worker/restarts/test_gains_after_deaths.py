@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from death_fixtures import Stopped, die_in, fails_with
-from record_fixtures import told
-from worker_fixtures import Bench
+from helpers.worker.death_fixtures import Stopped, die_in, fails_with
+from helpers.worker.record_fixtures import told
+from helpers.worker.worker_fixtures import Bench
 
 import service.storage.queue.lease
 import service.worker.inbox

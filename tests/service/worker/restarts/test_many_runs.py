@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from record_fixtures import gauges
+from helpers.service.storage_fixtures import Store
+from helpers.worker.record_fixtures import gauges
+from helpers.worker.room_fixtures import ask_of_drift, is_trained, post, register, train
+from helpers.worker.worker_fixtures import Bench, Nest
 from redis import Redis
-from room_fixtures import ask_of_drift, is_trained, post, register, train
-from storage_fixtures import Store
-from worker_fixtures import Bench, Nest
 
 import service.worker.process.worker
 from service.storage.queue.lease import Leases

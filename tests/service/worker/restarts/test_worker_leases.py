@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from helpers.worker.worker_fixtures import Bench, states
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
-from worker_fixtures import Bench, states
 
 import service.storage.queue.lease
 import service.worker.inbox

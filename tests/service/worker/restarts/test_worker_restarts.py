@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from death_fixtures import Stopped, die_in
+from helpers.worker.death_fixtures import Stopped, die_in
+from helpers.worker.worker_fixtures import Bench, final_state, states
 from redis.exceptions import ConnectionError as RedisConnectionError
-from worker_fixtures import Bench, final_state, states
 
 import rl_hooks.durable
 from service.storage.queue.deliveries import RolloutQueue as WorkersQueue

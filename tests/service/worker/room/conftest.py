@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from helpers.worker.room_fixtures import RUNS, register, train
+from helpers.worker.worker_fixtures import Bench
 from redis import Redis
-from room_fixtures import RUNS, register, train
-from worker_fixtures import Bench
 
 import service.worker.process.worker
 from service.worker.process.worker import Worker

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from room_fixtures import error_of, is_trained
-from worker_fixtures import CONFIG, LAYERS, Bench, alive, joined, nest
+from helpers.worker.room_fixtures import error_of, is_trained
+from helpers.worker.worker_fixtures import CONFIG, LAYERS, Bench, alive, joined, nest
 
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire

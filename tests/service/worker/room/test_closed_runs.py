@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from record_fixtures import gauges
-from redis import Redis
-from redis.exceptions import ConnectionError as RedisConnectionError
-from room_fixtures import (
+from helpers.service.storage_fixtures import Store
+from helpers.worker.record_fixtures import gauges
+from helpers.worker.room_fixtures import (
     NO_MEMORY,
     RUNS,
     ask_of_drift,
@@ -27,8 +26,9 @@ from room_fixtures import (
     train_unsaved,
     until_trained,
 )
-from storage_fixtures import Store
-from worker_fixtures import Bench
+from helpers.worker.worker_fixtures import Bench
+from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 import service.worker.process.worker
 from drafter.training.ranks import Orders

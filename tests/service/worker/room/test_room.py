@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from redis import Redis
-from room_fixtures import (
+from helpers.service.storage_fixtures import RolloutQueue
+from helpers.worker.room_fixtures import (
     NO_MEMORY,
     RUNS,
     as_it_is,
@@ -25,8 +25,8 @@ from room_fixtures import (
     until_trained,
     watched,
 )
-from storage_fixtures import RolloutQueue
-from worker_fixtures import Bench
+from helpers.worker.worker_fixtures import Bench
+from redis import Redis
 
 import service.worker.process.worker
 from drafter.batch import load_batch

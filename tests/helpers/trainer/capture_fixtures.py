@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hooks_fixtures import Padded, Receiver, as_float, mapped
+from helpers.trainer.hooks_fixtures import Padded, Receiver, as_float, mapped
 from torch import nn
 
 from rl_hooks import wire

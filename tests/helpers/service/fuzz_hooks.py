@@ -18,8 +18,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import schemathesis
+from helpers.service.service_fixtures import head_file, rollout_file, run_file
 from hypothesis import strategies as st
-from service_fixtures import head_file, rollout_file, run_file
 
 from rl_hooks.wire import CONTENT_TYPE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from drafter_reference import reference_steps
+from helpers.drafter.drafter_reference import reference_steps
 from torch import Tensor
 
 from drafter.batch import RolloutBatch

@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import safetensors.numpy
 import torch
-from hooks_fixtures import Received, Receiver, as_float, mapped, of_every_token, only_predicting_rows, receiver
+from helpers.trainer.hooks_fixtures import (
+    Received,
+    Receiver,
+    as_float,
+    mapped,
+    of_every_token,
+    only_predicting_rows,
+    receiver,
+)
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from drafter.files.checkpoint import write_drafter

@@ -30,9 +30,9 @@ import numpy as np
 import pytest
 import redis.asyncio
 import torch
+from helpers.service.service_fixtures import with_last_rows
+from helpers.service.storage_fixtures import RolloutQueue, Store
 from redis import Redis
-from service_fixtures import with_last_rows
-from storage_fixtures import RolloutQueue, Store
 from torch import Tensor
 
 from drafter.batch import load_batch
@@ -437,7 +437,11 @@ class _Forker:
             [sys.executable, str(Path(__file__))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[2:4][::-1])),
+            },
         )
         atexit.register(self._end)
 

@@ -1,4 +1,7 @@
-"""Sample runs, and a small server that shows them through the shipped page: `python tests/page_fixtures.py [PORT]`."""
+"""Sample runs, and a small server that shows them through the shipped page.
+
+By hand: `PYTHONPATH=.:tests python -m helpers.service.page_fixtures [PORT]`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from record_fixtures import stored
+from helpers.worker.record_fixtures import stored
 
 from service.api.app import page_html
 from service.api.snapshot import facts_of, run_document
@@ -26,7 +29,7 @@ from service.monitor.metrics import CONTENT_TYPE, RunSnapshot, render
 from service.monitor.records import DrafterSums
 from service.settings import Settings
 
-PAGE = Path(__file__).resolve().parents[1] / "service" / "api" / "page.html"
+PAGE = Path(__file__).resolve().parents[3] / "service" / "api" / "page.html"
 
 
 def sample_run(

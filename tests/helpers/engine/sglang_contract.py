@@ -24,7 +24,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from agent_fixtures import Peer
+from helpers.engine.agent_fixtures import Peer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from helpers.worker.worker_fixtures import LAYERS
 from typer.testing import CliRunner, Result
-from worker_fixtures import LAYERS
 
 from service.cli.main import app
 from service.errors import ConfigurationError

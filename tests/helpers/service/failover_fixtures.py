@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from ports import free_port
+from helpers.ports import free_port
 from redis import Redis
 from redis.exceptions import RedisError
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-import made_once
+from helpers import made_once
 
 _SCRIPT = Path(__file__).with_name("forks_script.py")
 

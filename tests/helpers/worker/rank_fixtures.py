@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ports import free_port
+from helpers.ports import free_port
 
 
 def call_the_cpu_an_accelerator() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hooks_fixtures import tiny_qwen3
+from helpers.trainer.hooks_fixtures import tiny_qwen3
 
 
 class Actor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from storage_fixtures import Store
-from worker_fixtures import Bench
+from helpers.service.storage_fixtures import Store
+from helpers.worker.worker_fixtures import Bench
 
 from service.worker.process.worker import Worker
 from service.worker.recent import RecentRollouts

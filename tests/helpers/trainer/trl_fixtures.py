@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hooks_fixtures import VOCAB, receiver, tiny_qwen3
+from helpers.trainer.hooks_fixtures import VOCAB, receiver, tiny_qwen3
 
 
 def reward_of_even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_fixtures import policy_of
-from made_once import made_once
+from helpers.drafter.decode_fixtures import policy_of
+from helpers.made_once import made_once
 
 from drafter.files.checkpoint import write_drafter
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter

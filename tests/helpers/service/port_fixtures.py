@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
-from ports import free_port
-from service_fixtures import RunningService
+from helpers.ports import free_port
+from helpers.service.service_fixtures import RunningService
 
 from service.api.port.connections import Places
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
 DESCRIPTORS = 256
 

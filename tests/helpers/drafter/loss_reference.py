@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from drafter_reference import Row, rms
-from drafter_worlds import World
+from helpers.drafter.drafter_reference import Row, rms
+from helpers.drafter.drafter_worlds import World
 from torch import Tensor
 
 from drafter.model.eagle3_unroll import unroll

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from worker_fixtures import joined
+from helpers.worker.worker_fixtures import joined
 
 from drafter.batch import load_batch
 from rl_hooks import wire

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from made_once import made_once
+from helpers.made_once import made_once
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 

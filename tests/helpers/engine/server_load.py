@@ -16,9 +16,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from engine_fixtures import base_policy, elicit_prompts, odd_prompts, random_drafter, trained_drafter, write
+from helpers.engine.engine_fixtures import (
+    base_policy,
+    elicit_prompts,
+    odd_prompts,
+    random_drafter,
+    trained_drafter,
+    write,
+)
+from helpers.service.service_fixtures import RunningService
 from safetensors.torch import load_file, save_file
-from service_fixtures import RunningService
 from torch import Tensor
 
 from drafter.files.checkpoint import config_fingerprint
@@ -29,7 +36,7 @@ from rl_hooks.engines.counters import Counts
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE
 from rl_hooks.release import RECEIPT, check_receipt
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[3]
 PROMPTS = elicit_prompts(10, seed=3) + odd_prompts(10, seed=3)
 _EDITS = 0
 

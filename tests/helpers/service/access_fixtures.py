@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
-from service_fixtures import HEADERS, RunningService, head_file, rollout_file, run_file
+from helpers.service.service_fixtures import HEADERS, RunningService, head_file, rollout_file, run_file
 
 from service.access.tokens import TokenEntry, append_entry, hashed, new_secret
 

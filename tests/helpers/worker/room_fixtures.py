@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from record_fixtures import gauges
+from helpers.service.storage_fixtures import RolloutQueue, Store
+from helpers.worker.record_fixtures import gauges
+from helpers.worker.worker_fixtures import Bench
 from redis import asyncio as aio
-from storage_fixtures import RolloutQueue, Store
-from worker_fixtures import Bench
 
 from service.storage.reports.store import AsyncStore
 from service.storage.reports.store import Store as WorkersStore

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from agent_fixtures import eventually
+from helpers.engine.agent_fixtures import eventually
+from helpers.engine.server_load import write_entry_points
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import Store
+from helpers.trainer.stacks_fixtures import HERE
 from safetensors.torch import load_file
-from server_load import write_entry_points
-from service_fixtures import RunningService
-from stacks_fixtures import HERE
-from storage_fixtures import Store
 from vllm_server.vllm_process import cpu_environment, plugins
 from vllm_server.vllm_refits import furthest
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_fixtures import RunningService
-from storage_fixtures import RolloutQueue, Store
-from worker_fixtures import Bench
+from helpers.service.service_fixtures import RunningService
+from helpers.service.storage_fixtures import RolloutQueue, Store
+from helpers.worker.worker_fixtures import Bench
 
 from rl_hooks import wire
 from service.worker.loop import RunWorker
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 HERE = ROOT / "tests/stacks"
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from hooks_fixtures import VOCAB, as_float, of_every_token, tiny_qwen3
+from helpers.trainer.hooks_fixtures import VOCAB, as_float, of_every_token, tiny_qwen3
+from helpers.trainer.trl_fixtures import make_tokenizer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from trl_fixtures import make_tokenizer
 
 from rl_hooks import wire
 
