@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from helpers.ports import free_port
+from redis import Redis
 
 pytest.importorskip("obstore")
 pytest.importorskip("botocore")
@@ -29,6 +30,8 @@ from helpers.service.valkey_fixtures import OwnValkey
 from helpers.worker.worker_fixtures import ONE_BY_ONE, World
 from test_replicas import answers, upload, upload_with_a_pause
 
+from service.api.context.looks import Looks
+from service.storage.queue.lease import Leases
 from service.storage.reports.store import AsyncStore
 
 URL = f"s3://{BUCKET}/state"
@@ -142,6 +145,23 @@ def replicas(tmp_path: Path, store: Store, redis_url: str) -> Iterator[tuple[Run
     finally:
         for one in found:
             one.stop()
+
+
+def test_a_run_that_a_host_has_not_fetched_yet_is_not_taken_for_another_states(
+    replicas: tuple[RunningService, RunningService], monkeypatch: pytest.MonkeyPatch, redis_client: Redis
+) -> None:
+    async def find_nothing(_self: Looks, _run: str) -> None:
+        """As where the store takes longer than a call waits for it."""
+
+    one, other = replicas
+    monkeypatch.setattr(Looks, "catch_up", find_nothing)
+    monkeypatch.setattr(type(other.layout), "refresh", lambda _layout: None)
+    assert one.register().status_code == 201
+    assert Leases(redis_client).hold("default")
+    assert Leases(redis_client).hold("unknown")
+    assert other.register().status_code == 200
+    refused = other.client.put("/runs/unknown", content=b"", headers=HEADERS)
+    assert (refused.status_code, refused.json()["type"]) == (503, "urn:draftalign:run-of-another-state")
 
 
 class Stopped:

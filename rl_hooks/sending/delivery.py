@@ -2,7 +2,7 @@
 
 | what comes back | what happens |
 |---|---|
-| 2xx | done; `duplicate: true` is counted apart, and said of a first try; `warning` is logged; `read_deaths` |
+| 2xx | done; `duplicate: true` is counted apart, and logged of a first try in a run that existed; `warning` is logged |
 | 409 to the registration | the run is another policy's: nothing more is sent, all of it counts as dropped |
 | nothing: a body raises `WrongTargetError` | nothing more is sent, all of it counts as dropped |
 | `run-closed` to anything | a person drains or archived the run: the same |

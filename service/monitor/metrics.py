@@ -350,7 +350,11 @@ def _add_drafter(families: _Families, run: str, snapshot: RunSnapshot) -> None:
     moves = snapshot.moves
     for kind, known, text in (
         ("published", snapshot.worker.published_total, "Drafter versions published."),
-        ("refused", snapshot.worker.refused_total, "Candidates that the gate refused."),
+        (
+            "refused",
+            snapshot.worker.refused_total,
+            "Whole trainings after which no candidate was published.",
+        ),
     ):
         if known is None and not moves.counts:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -254,7 +255,11 @@ class ServiceContext:
 
     async def check_no_worker(self, run: str) -> None:
         """For a run that this state does not have: a Problem while a worker has its keys, which are another state's."""
-        if await is_worked_on(self.redis.client, run):
+        if not await is_worked_on(self.redis.client, run):
+            return
+        with contextlib.suppress(OSError):  # another host of this state may have begun it
+            await self.locking(self.layout.pull, run)
+        if not is_there(self.layout.run_json(run)):
             raise Problem(503, "run-of-another-state", _ANOTHERS_RUN.format(run=run))
 
     async def finish_deletion(self, run: str) -> bool:

@@ -530,10 +530,10 @@ def test_an_attempt_without_events_does_not_say_that_nothing_was_ever_published(
     first, again = ([came(start + v, v, 3.0) for v in range(30)] for start in (1000, 2000))
     event = {"event": "published", "time": 1.01, "version": "v000001-aaaaaaaa", "sequence": 1, "policy_version": 3}
     page = show(replace(stored([*first, *again], (), [event]), published=1), browser)
-    said = "The gate has looked at nothing in this attempt; in all attempts: 1 published, 0 times not."
+    said = "The gate has decided nothing in this attempt; in all attempts: 1 published, 0 times not."
     assert said in page.texts["events"]
     assert "0 published, 0 times not in this attempt" in page.texts["tiles"]
-    assert "The gate has looked at nothing yet." in show(stored(first), browser).texts["events"]
+    assert "The gate has decided nothing yet." in show(stored(first), browser).texts["events"]
 
 
 def test_a_service_that_is_gone_is_the_headline_and_what_is_shown_is_marked_as_old(browser: Browser) -> None:
