@@ -248,6 +248,16 @@ def rewards_that_add_up_to_infinity() -> Changes:
 
 
 @accepted
+def drawn_from_more_than_all_engines_could_emit() -> Changes:
+    return {"offered": ((1 << 53) - 1, (1 << 53) - 1)}
+
+
+@accepted
+def drawn_from_rollouts_without_a_token() -> Changes:
+    return {"offered": ((1 << 53) - 1, 0)}
+
+
+@accepted
 def two_tokens_a_rollout() -> Changes:
     ids = tuple(f"tiny/{i}" for i in range(500))
     return {"ids": ids, "lengths": (2,) * 500, "tensors": rollout_tensors((2,) * 500)}

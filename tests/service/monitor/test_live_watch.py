@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -103,6 +104,8 @@ def test_a_trainer_that_offered_all_of_it_to_its_hook_has_left_nothing_out() -> 
     full = [replace(one, accepted=tuple(n // 8 for n in one.accepted)) for one in full]
     assert held(1.0, 1.0, full[1:]), "nothing of it is lost"
     assert not held(1.0, 1.0, full), "of 32 blocks the oldest may be the rest of a policy version"
+    for answers, tokens in itertools.product((0.0, 1.0, 1e12), repeat=2):
+        assert held(answers, tokens) == (answers == tokens > 0), "whatever a hook claims: what is odd does not count"
 
 
 def test_what_policy_versions_without_a_batch_were_offered_is_compared_with_what_engines_emitted_for_them() -> None:
