@@ -350,11 +350,7 @@ def _add_drafter(families: _Families, run: str, snapshot: RunSnapshot) -> None:
     moves = snapshot.moves
     for kind, known, text in (
         ("published", snapshot.worker.published_total, "Drafter versions published."),
-        (
-            "refused",
-            snapshot.worker.refused_total,
-            "Whole trainings after which no candidate was published.",
-        ),
+        ("refused", snapshot.worker.refused_total, "Sent drafters refused, and whole trainings after which none won."),
     ):
         if known is None and not moves.counts:
             continue

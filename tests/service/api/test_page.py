@@ -231,6 +231,8 @@ def test_a_published_version_says_what_was_promised_and_what_was_realised(browse
     assert "gain +12.0 % promised" in before
     assert "realised" not in before
     assert "gain +0.4 % expected; not shown" in before
+    assert "candidate not published yet" in before, "it goes on"
+    assert "v000003 refused by the gate" in events(refused | {"version": "v000003-cc"}), "a sent drafter does not"
     after = events(published, measured).partition("v000002 published")
     for part in (after[0], after[2]):  # newest first: what was measured, and what was published
         assert "gain +12.0 % promised, +7.1 % realised" in part
