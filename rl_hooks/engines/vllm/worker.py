@@ -103,7 +103,12 @@ class DrafterSwap:
             staged = self._ready(version, sha256)
         previous, self._staged = self.weights.served, None
         self.weights.replace(LoadedDrafter(version, sha256, staged.tensors))
-        log.info("draftalign: drafter %s for %s in %.4f s", version, previous.version, self.weights.stall_seconds)
+        log.info(
+            "draftalign: drafter %s in place of %s, swapped in %.4f s",
+            version,
+            previous.version or "that of the start",
+            self.weights.stall_seconds,
+        )
         return {"previous": previous.version, "version": version}
 
     def _ready(self, version: str, sha256: str) -> Staged:
