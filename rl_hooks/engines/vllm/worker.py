@@ -103,12 +103,8 @@ class DrafterSwap:
             staged = self._ready(version, sha256)
         previous, self._staged = self.weights.served, None
         self.weights.replace(LoadedDrafter(version, sha256, staged.tensors))
-        log.info(
-            "draftalign: drafter %s in place of %s, swapped in %.4f s",
-            version,
-            previous.version or "that of the start",
-            self.weights.stall_seconds,
-        )
+        old = previous.version or "that of the start"
+        log.info("draftalign: drafter %s in place of %s in %.4f s", version, old, self.weights.stall_seconds)
         return {"previous": previous.version, "version": version}
 
     def _ready(self, version: str, sha256: str) -> Staged:
