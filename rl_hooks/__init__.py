@@ -1,7 +1,7 @@
 """What runs beside someone else's code: feature capture, the sender, trainer adapters, the swap agent.
 
-Importing this package costs NumPy and nothing else: no torch, no FastAPI, no Redis, no transformers. What a loop of
-one's own needs is imported from here, when it is asked for; but for `RolloutSender` and `wire`, that needs torch.
+Importing this package costs NumPy and nothing else: no torch, no FastAPI, no Redis, no transformers. Its names, for a
+loop of one's own, are imported when they are asked for. `RolloutSender` and `wire` need no torch, the others do.
 It never imports `drafter` or `service`.
 """
 

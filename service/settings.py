@@ -214,8 +214,8 @@ class Settings(BaseSettings):
     gate_rollouts: int = Field(
         256,
         ge=0,
-        description="Of the rollouts that a worker which is behind passes over, so many judge the candidate after each"
-        " training. Those of the newest policy always do.",
+        description="Where a worker is behind: how many of the rollouts that it passes over judge the candidate after"
+        " each training. Those of the newest policy always do.",
     )
     gate_confidence: float = Field(
         0.95,

@@ -106,7 +106,8 @@ class AgentConfig:
         if not PLAIN_NAME.fullmatch(self.run):
             raise ValueError(f"run: {self.run!r} is not a plain name of letters, digits, '.', '_' and '-'")
         if self.engine_kind not in get_args(EngineKind):
-            raise ValueError(f"engine_kind: expected one of {get_args(EngineKind)}, got {self.engine_kind!r}")
+            kinds = ", ".join(get_args(EngineKind))
+            raise ValueError(f"--engine (engine_kind): expected one of {kinds}; got {self.engine_kind!r}")
         if not 0 < len(self.agent_id) <= 100 or not self.agent_id.isprintable() or self.agent_id[0] in " /":
             raise ValueError(f"agent_id: expected 1 to 100 printable characters, got {self.agent_id!r}")
         if not 0 <= self.wait_seconds <= 60 or self.report_seconds <= 0:

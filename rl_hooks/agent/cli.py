@@ -17,17 +17,17 @@ def agent(
     engine: Annotated[
         str,
         typer.Option(
-            help="`protocol` or `vllm`: vLLM with draftalign's plugin, or what else answers /drafter/state and "
-            "/drafter/swap. `sglang`: SGLang's own calls."
+            help="`sglang` for SGLang. `protocol` or `vllm` for vLLM with draftalign's plugin, and for any engine "
+            "that answers /drafter/state and /drafter/swap."
         ),
     ] = "protocol",
     service: Annotated[
         str, typer.Option(help="URL of the draftalign service.", envvar="DRAFTALIGN_URL")
     ] = "http://127.0.0.1:8400",
     run: Annotated[str, typer.Option(help="Name of the RL run.", envvar="DRAFTALIGN_RUN")] = "default",
-    cache_dir: Annotated[Path, typer.Option(help="Where drafters are downloaded to; engines must see it.")] = Path(
-        ".draftalign/agent"
-    ),
+    cache_dir: Annotated[
+        Path, typer.Option(help="Where drafters are downloaded to; engines must see it there.")
+    ] = Path(".draftalign/agent"),
     report_seconds: Annotated[float, typer.Option(help="How often acceptance counters are read and reported.")] = 5.0,
     metrics_port: Annotated[int | None, typer.Option(help="Serve the agent's own /metrics here.")] = None,
     metrics_host: Annotated[str, typer.Option(help="Address of the agent's own /metrics.")] = "127.0.0.1",
@@ -42,8 +42,9 @@ def agent(
     """Keep inference engines on the newest drafter, and report their acceptance counts to the service.
 
     vLLM needs the plugin: `pip install ./rl_hooks` in its environment, VLLM_PLUGINS=draftalign, and
-    DRAFTALIGN_DRAFTER_DIR, under which --cache-dir lies. To have α watched for now: `draftalign hold VERSION`. Each
-    engine gets that version once, and no other until `draftalign release`. docs/guide/engines.md says more.
+    DRAFTALIGN_DRAFTER_DIR, under which --cache-dir lies. To watch α for now, without further swaps:
+    `draftalign hold VERSION`. Each engine gets that version, and no other until `draftalign release`. More:
+    docs/guide/engines.md.
 
     DRAFTALIGN_TOKEN: token for the service, of scopes read and report. DRAFTALIGN_ENGINE_TOKEN: token for engines that
     ask for one. DRAFTALIGN_PUBLIC_KEYS: public keys of the service; what none of them signed is then refused.

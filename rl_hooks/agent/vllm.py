@@ -50,9 +50,10 @@ def attach(
 ) -> None:
     """Let a `vllm.LLM` follow a run of the service from now on.
 
-    `sample_fraction` of its requests are sent with their features, at most `tokens_per_minute`; 0 where a trainer's
-    hook sends them. Weights that were brought before are not known as such: attach it as soon as it is made. Raises
-    ValueError for settings out of range or an engine that follows already.
+    Attach as soon as `llm` is made: an update of its weights before that is not known as one. `token`: of the service,
+    scopes read and write (the environment is not read). `sample_fraction` of the requests are sent with their
+    features, at most `tokens_per_minute`; give 0 where a trainer's hook sends them. Raises ValueError for settings out
+    of range or an engine that follows already.
     """
     settings = asdict(ServiceSettings(url, run, token, sample_fraction, tokens_per_minute))
     client = llm.llm_engine.engine_core

@@ -177,7 +177,7 @@ class TrainerHook(Closing):
         return self.sender.flush(timeout_seconds)
 
     def close(self, timeout_seconds: float | None = None) -> bool:
-        """Capture nothing more, send what is queued as `flush` does, drop the rest. True if that was nothing."""
+        """Capture nothing more, send what is queued as `flush` does, drop the rest. False if something was dropped."""
         return self.sender.close(timeout_seconds)
 
 

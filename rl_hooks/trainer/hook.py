@@ -5,13 +5,14 @@
 ...     loss = compute_loss(model, ids, mask)        # the forward that happens anyway
 >>> hook.stats()
 
-Only rows of sampled rollouts are copied. Their normalisers are computed inside the forward, from its own logits or
-where the trainer has the whole head (FSDP2 and ZeRO-3 have it nowhere else). That takes no collective of ours. A
-background thread sends them whole; one that is too long for a file is cut (`cut_long`). No failure of ours reaches the
-trainer unless `strict=True`. A failure is counted (`failures`), the newest is in `stats()["last_failure"]`, each kind
-is logged once, and the step goes on without a rollout.
-
 The forward must run with the weights that generated the rollouts, and with PEFT the adapter must be active.
+
+Only rows of sampled rollouts are copied. Their normalisers are computed inside the forward: from its own logits, or
+where the trainer has the whole head (FSDP2 and ZeRO-3 have it nowhere else). That takes no collective of ours. A
+background thread sends whole rollouts; one that is too long for a file is cut (`cut_long`).
+
+No failure of ours reaches the trainer unless `strict=True`. It is counted (`failures`), the newest is in
+`stats()["last_failure"]`, each kind is logged once, and the step goes on without its rollouts.
 
 Legend: B batch, S padded length, V vocabulary, H hidden size.
 """
@@ -176,8 +177,10 @@ class ForwardReader:
 class DrafterHook(TrainerHook):
     """Feature capture, sampling, registration and sending for one model and one run.
 
-    `options` are the fields of `DrafterOptions`. Rank 0 registers the run, at once or (where the model is sharded
-    already) in the first captured forward.
+    `model`: the policy, before `torch.compile`. `options` are the fields of `DrafterOptions`. Close it, or use `with`:
+    else what is queued at the end is lost. Rank 0 registers the run, at once or (where the model is sharded already)
+    in the first captured forward. Raises `UnsupportedModelError` and `AuxLayersError` for a model it cannot read, and
+    ValueError for an option out of range; nothing is raised later unless `strict`.
     """
 
     def __init__(self, model: nn.Module, url: str, **options: Unpack[DrafterKeywords]) -> None:
@@ -219,7 +222,8 @@ class DrafterHook(TrainerHook):
     def capture(self, **told: Unpack[CaptureKeywords]) -> Iterator[None]:
         """Capture the features of the one forward over `input_ids` that happens inside.
 
-        `told` are the fields of `CaptureArguments`: `input_ids`, `loss_mask`, `policy_version`, and so on.
+        `told` are the fields of `CaptureArguments`: `input_ids`, `loss_mask`, `policy_version`, and so on. An unknown
+        or missing name raises TypeError. What else is wrong is counted (`failures`, `dropped_error`), and not sent.
         """
         arguments = CaptureArguments(**told)
         if self._closed:

@@ -44,7 +44,7 @@ class CaptureArguments:
 
     A packed row [1, T] holds several rollouts. Say where they begin by `cu_seqlens` [R + 1], or by `position_ids` that
     begin again at 0, or give nested tensors. `rewards` and the like then have one entry per rollout. The forward may
-    pad the row at its end, and must keep the rollouts apart: what it says of itself is compared.
+    pad the row at its end. It must keep the rollouts apart: its own positions and boundaries are compared with yours.
     """
 
     #: These, `attention_mask` and `logprobs` are [B, S], padded on either side or both.
@@ -58,8 +58,8 @@ class CaptureArguments:
     #: int64 [T]: where the forward has each token of this row, if it is over a prefix tree, [1, N]: what several
     #: rollouts begin with is there once. `input_ids` and the like then hold each rollout whole.
     tree_places: Tensor | None = None
-    #: log p of each of `input_ids` under the distribution it was sampled from. Those left out or NaN are recomputed
-    #: from the features.
+    #: [B, S]: log p of each of `input_ids` under the distribution it was sampled from. Column s is of token s. Those
+    #: left out or NaN are recomputed from the features.
     logprobs: Tensor | None = None
     rewards: Sequence[float] | Tensor | None = None
     temperature: float = 1.0

@@ -28,7 +28,7 @@ def policy_config(policy: str) -> Mapping[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"--policy is {' or '.join(POLICIES)}, or a policy's directory; {path}: {error}"
+            f"--policy is {' or '.join(POLICIES)}, a policy's directory, or its config.json; {path}: {error}"
         ) from error
     if not isinstance(found, dict):
         raise ConfigurationError(f"--policy {policy} must hold a JSON object, the policy's transformers config")

@@ -21,9 +21,10 @@ def copy_state(
 ) -> None:
     """Copy all runs of one state into another: from a directory to an object store, or back.
 
-    Stop all parts of both first. Where to is as for the service: DRAFTALIGN_STATE_DIR, DRAFTALIGN_STATE_URL. Not
-    copied: rollouts that wait, files of dead batches, recent rollouts, the audit log, Redis. Call it again after a
-    failure: runs that are there already are left as they are, and named; then the exit code is 1.
+    Stop all parts of both states first. It copies into --state-dir and --state-url, or into what DRAFTALIGN_STATE_DIR
+    and DRAFTALIGN_STATE_URL name. Not copied: rollouts that wait, files of dead batches, recent rollouts, the audit
+    log, Redis. Runs that are there already are left as they are and named, with exit code 1: so it can be called
+    again after a failure.
     """
     options: dict[str, Any] = {"state_dir": state_dir, "state_url": state_url}
     target = state_of(Settings(**{name: value for name, value in options.items() if value is not None}))

@@ -218,7 +218,8 @@ def _load(policy: str, device: str, prompts: Path, template: Mapping[str, Any]) 
     try:
         tokenizer = AutoTokenizer.from_pretrained(policy)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"the policy {policy} cannot be loaded: {error}") from error
+        absent = "" if Path(policy).is_dir() else " (there is no such directory here)"
+        raise ConfigurationError(f"the policy {policy}{absent} cannot be loaded: {error}") from error
     try:
         texts = read_prompts(prompts, tokenizer, template)
     except (HookError, OSError) as error:

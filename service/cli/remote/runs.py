@@ -139,7 +139,7 @@ def drift(
     action: Annotated[
         Literal["acknowledge", "reset"],
         typer.Argument(
-            help="`acknowledge`: the cause is dealt with, keep the baseline. `reset`: α is right now, learn it."
+            help="`acknowledge`: the cause is dealt with, keep the baseline. `reset`: today's α is right, learn it."
         ),
     ],
     service: Service = LOCAL,
