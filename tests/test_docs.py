@@ -624,6 +624,14 @@ def test_every_command_that_readme_and_contributing_name_exists() -> None:
     assert (made - targets, run - commands) == (set(), set())
 
 
+def test_no_page_writes_a_drafter_where_the_checkout_has_a_folder() -> None:
+    """A user types the quick start in the checkout, in which `drafter/` is a package."""
+    said = r"(?:draftalign (?:convert|download) (?:[A-Z]+ )?|--out |initial_drafter=\")([\w-]+)/"
+    named = set(re.findall(said, all_pages()))
+    assert "my-drafter" in named
+    assert [name for name in sorted(named) if (ROOT / name).exists()] == []
+
+
 def test_every_path_that_contributing_names_exists() -> None:
     named = re.findall(r"\b((?:docs|tests|drafter|rl_hooks|service|benchmarks)/[\w/.]*\w/?)", page("CONTRIBUTING.md"))
     assert len(named) > 10
