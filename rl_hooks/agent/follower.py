@@ -375,7 +375,7 @@ class EngineFollower:
         if canary.trial is None:
             self._choice.fallback = release
         self._metrics.swaps.labels(self.url, outcome).inc()
-        log.info("%s: %s %s (was %s)", self.url, outcome, release.version, before)
+        log.info("%s: %s %s (before: %s)", self.url, outcome, release.version, before or "one without a version")
 
     # --- remembering
     def _publish_metrics(self) -> None:
