@@ -193,9 +193,12 @@ class RolloutQueue:
         """
         return int(self._redis.eval(_MEMORY_RAN_OUT, 1, self._keys.batch(entry.batch_id), pause_seconds))
 
-    def ack(self, entry: Entry, state: EndState = "trained", reason: str = "") -> bool:
-        """End an entry. False if it had ended before (another worker claimed and finished it)."""
-        return self._end(entry, state, reason)
+    def ack(self, entry: Entry, state: EndState = "trained", reason: str = "", not_finite: int = 0) -> bool:
+        """End an entry. False if it had ended before (another worker claimed and finished it).
+
+        `not_finite`: rollouts of it that were left out for NaN or infinity, to be counted.
+        """
+        return self._end(entry, state, reason, not_finite=not_finite)
 
     def dead_letter(self, entry: Entry, reason: str, *, code: DeathCode = "unusable", keep_file: bool = True) -> bool:
         """End an entry as undeliverable; its fields, the reason and its code go to the dead-letter stream.
@@ -230,7 +233,14 @@ class RolloutQueue:
         return max(found[:16], default=None)
 
     def _end(
-        self, entry: Entry, state: str, reason: str, *, code: DeathCode | None = None, keep_file: bool = False
+        self,
+        entry: Entry,
+        state: str,
+        reason: str,
+        *,
+        code: DeathCode | None = None,
+        keep_file: bool = False,
+        not_finite: int = 0,
     ) -> bool:
         keys = self._keys
         reason = reason[:2000].encode("utf-8", "backslashreplace").decode()  # it may quote bytes that are not UTF-8
@@ -240,7 +250,7 @@ class RolloutQueue:
                 args=[
                     *(GROUP, entry.entry_id, state, reason),
                     *(ENDED_SECONDS, keys.prefix, DEAD_LETTERS_KEPT, int(keep_file), self._remembered_bytes),
-                    code or "",
+                    *(code or "", not_finite),
                 ],
             )
         )
