@@ -188,6 +188,7 @@ class Inbox:
         self._applied = set(applied)
         self._ends_for_memory = ends_for_memory
         self._screens = screens
+        self._refused: int | None = None  # uploads that found the queue full, when `wait` looked last
         self._backlog_uncounted = False  # the backlog comes from a failure that is no batch's, not from a death
 
     def forget_brought(self) -> None:
@@ -407,14 +408,18 @@ class Inbox:
     def wait(self, batches: Sequence[Loaded]) -> None:
         """Keep batches in memory until there is a draft vocabulary. Their deliveries do not count.
 
-        Beyond `_MOST_WAITING_TOKENS` the oldest batches are skipped. Their tokens are in the vocabulary's counts.
+        Beyond `_MOST_WAITING_TOKENS` the oldest batches are skipped. Their tokens are in the vocabulary's counts. So is
+        the oldest where uploads are refused since the last call, because all that fills the queue waits here.
         """
         for loaded in batches:
             self._set(Delivery(loaded.entry, Phase.WAITING, loaded=loaded, uncounted=True))
         waiting = [(one.loaded, one.loaded.batch.tokens) for one in self._in(Phase.WAITING) if one.loaded is not None]
         excess = sum(tokens for _, tokens in waiting) - _MOST_WAITING_TOKENS
-        for loaded, tokens in waiting[:-1]:
-            if excess <= 0:
+        refused, before = self._queue.refused(), self._refused
+        self._refused = refused
+        gives_way = not batches and before is not None and refused > before
+        for loaded, tokens in waiting[:1] if gives_way else waiting[:-1]:
+            if excess <= 0 and not gives_way:
                 break
             if self._acknowledge(loaded.entry, "skipped", "passed over while the draft vocabulary was gathered"):
                 loaded.path.unlink(missing_ok=True)

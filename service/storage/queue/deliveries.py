@@ -215,6 +215,10 @@ class RolloutQueue:
         args = sweep_bounds(older_than_seconds, max_bytes)
         return [text(blob) for blob in self._sweep(keys=[self._keys.counters, self._keys.dead_files], args=args)]
 
+    def refused(self) -> int:
+        """How many uploads of the run found its queue full so far."""
+        return int(self._redis.hget(self._keys.counters, "rejected_total") or 0)
+
     def unfinished(self) -> list[Entry]:
         """The oldest entries that have not ended, at most 256."""
         return [_entry(message, 0) for message in self._redis.xrange(self._keys.queue, count=256)]
