@@ -188,7 +188,6 @@ class Inbox:
         self._applied = set(applied)
         self._ends_for_memory = ends_for_memory
         self._screens = screens
-        self._refused: int | None = None  # uploads that found the queue full, when `wait` looked last
         self._backlog_uncounted = False  # the backlog comes from a failure that is no batch's, not from a death
 
     def forget_brought(self) -> None:
@@ -415,9 +414,7 @@ class Inbox:
             self._set(Delivery(loaded.entry, Phase.WAITING, loaded=loaded, uncounted=True))
         waiting = [(one.loaded, one.loaded.batch.tokens) for one in self._in(Phase.WAITING) if one.loaded is not None]
         excess = sum(tokens for _, tokens in waiting) - _MOST_WAITING_TOKENS
-        refused, before = self._queue.refused(), self._refused
-        self._refused = refused
-        gives_way = not batches and before is not None and refused > before
+        gives_way = self._queue.was_refused() and not batches
         for loaded, tokens in waiting[:1] if gives_way else waiting[:-1]:
             if excess <= 0 and not gives_way:
                 break

@@ -100,6 +100,7 @@ class RolloutQueue:
         self._redis: Any = redis  # redis-py types every reply as "maybe awaitable"
         self._keys = Keys(run)
         self._remembered_bytes = remembered_bytes
+        self._refused: int | None = None  # uploads that had found the queue full when `was_refused` looked last
         self._finish = redis.register_script(lua("held") + lua("remember") + lua("finish"))
         self._sweep = redis.register_script(lua("sweep"))
         self._heartbeat = redis.register_script(lua("heartbeat"))
@@ -215,9 +216,10 @@ class RolloutQueue:
         args = sweep_bounds(older_than_seconds, max_bytes)
         return [text(blob) for blob in self._sweep(keys=[self._keys.counters, self._keys.dead_files], args=args)]
 
-    def refused(self) -> int:
-        """How many uploads of the run found its queue full so far."""
-        return int(self._redis.hget(self._keys.counters, "rejected_total") or 0)
+    def was_refused(self) -> bool:
+        """Whether an upload found the queue full since the last call; False at the first."""
+        before, self._refused = self._refused, int(self._redis.hget(self._keys.counters, "rejected_total") or 0)
+        return before is not None and self._refused > before
 
     def unfinished(self) -> list[Entry]:
         """The oldest entries that have not ended, at most 256."""
