@@ -93,7 +93,8 @@ def warmup(
         hook.close()
     version = _ask(service, run_path(run))["drafter"]
     if version is None:
-        raise ConfigurationError(f"no drafter yet: {watch.said or 'nothing was heard of the run'}; raise --rollouts")
+        heard = watch.said.removesuffix(".") or "nothing was heard of the run"
+        raise ConfigurationError(f"no drafter yet: {heard}; raise --rollouts")
     if out is not None:
         version = f"{fetch_to(out, service, run)}, written to {out}"
     typer.echo(f"run {run} begins with {version}")

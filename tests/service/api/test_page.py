@@ -204,7 +204,7 @@ def test_rounds_saved_have_an_interval_and_none_are_said_where_that_holds_none(b
     assert "Publication lag–not compared yet" in replaced
 
 
-@pytest.mark.parametrize(("ratio", "words"), [(0.8, "behind v1; chance alone makes up to"), (0.99, "no more than")])
+@pytest.mark.parametrize(("ratio", "words"), [(0.8, " behind v1; chance alone makes up to"), (0.99, ", no more than")])
 def test_a_publication_lag_stands_beside_what_chance_makes(ratio: float, words: str, browser: Browser) -> None:
     snapshot = of_versions(ratio)
     now = snapshot.current
@@ -212,7 +212,7 @@ def test_a_publication_lag_stands_beside_what_chance_makes(ratio: float, words: 
     assert now.compared is not None
     chance = (now.compared.by_chance or math.nan) * now.compared.alpha_served
     tile = show(snapshot, browser).texts["tiles"].partition("Publication lag")[2]
-    assert tile.startswith(f"{now.publication_lag:.2f}{words}")
+    assert tile.startswith(f"{now.publication_lag:.2f}tokens per round{words}")
     assert f"{chance:.2f}" in tile.partition("Headroom")[0]
 
 
