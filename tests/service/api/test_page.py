@@ -140,7 +140,7 @@ def test_a_run_is_drawn_with_its_series_marks_and_headline(browser: Browser) -> 
         assert len(page.having("data-event", kind)) == kinds.count(kind) > 0
     assert len(page.having("data-series", "live")) == 60
     tiles = page.texts["tiles"]
-    for word in ("Rounds saved", "492 k", "9.0 MiB of 16 GiB", "train", "fast lane at 22 %"):
+    for word in ("Rounds saved", "492 k", "each pass counted", "9.0 MiB of 16 GiB", "train", "fast lane at 22 %"):
         assert word in tiles
     assert page.texts["events"].count(" at policy ") == 9
     assert "does not always fall" in page.texts["full"]
