@@ -102,6 +102,7 @@ class Loaded:
         places = [place for place in range(rollouts) if place not in self.left_out]
         left_out = (*self.left_out, *(places[place] for place in found.places))
         why = f"{len(found.places)} of {rollouts} rollouts are left out: {found.reason}"
+        log.warning("batch %s: %s", self.entry.batch_id, why)
         return replace(self, batch=without(self.batch, found.places), left_out=left_out, why=why)
 
 
