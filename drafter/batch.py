@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from drafter.device import to_device
-from drafter.errors import BatchRejected, DrafterError
+from drafter.errors import BatchRejected, DrafterError, NotFinite
 from rl_hooks import wire
 
 #: Tensors with one row per token, in file order.
@@ -388,9 +388,10 @@ def fill_alone(table: Tensor, parts: Sequence[Callable[[], object]]) -> Tensor:
 
 
 def screen(batch: RolloutBatch, fill: Fill = fill_alone) -> None:
-    """Raise `BatchRejected` when a float tensor holds NaN or infinity: one bad row would poison the drafter.
+    """Raise when a float tensor holds NaN or infinity: one bad row would poison the drafter.
 
-    No log-probability of a response token may be above 0. Where several processes `fill`, all raise the same.
+    `NotFinite` names the rollouts that hold such; `BatchRejected` where all do, or where a log-probability of a
+    response token is above 0. Where several processes `fill`, all raise the same.
     """
     # Where there is no logsumexp, the policy's head gives it (`TargetHead.normalise`).
     names = [name for name in _FLOATS if name != "logsumexp" or batch.normalised]
@@ -407,30 +408,33 @@ def screen(batch: RolloutBatch, fill: Fill = fill_alone) -> None:
         for name, found in zip(names, torch.split(table, lengths), strict=True)
         for begin in range(0, len(found), _SCREENED_ROWS)
     ]
+    of_row = torch.repeat_interleave(torch.arange(batch.rollouts), batch.cu_seqlens.diff())
+    spoilt, why = torch.zeros(batch.rollouts, dtype=torch.bool), ""
     for name, bad in zip(names, torch.split(fill(table, parts).bool(), lengths), strict=True):
         if batch._shares(name):
             bad = bad[batch.aux_rows]
         elif len(bad) < batch.tokens:  # of the predicting rows
             bad = torch.zeros_like(batch.loss_mask).index_copy_(0, torch.nonzero(batch.loss_mask).flatten() - 1, bad)
-        _refuse(batch, bad, f"{name} holds NaN or infinity", "or its capture is broken")
-    said = torch.where(batch.loss_mask, batch.logprobs, 0.0)
-    _refuse(
-        batch,
-        said > _LARGEST_LOGPROB,
-        "logprobs holds log-probabilities above 0",
-        "sends logits, or logs another quantity",
-    )
+        if bool(bad.any()):
+            why = why or _located(batch, bad, f"{name} holds NaN or infinity", "or its capture is broken")
+            spoilt[of_row[bad]] = True
+    if bool(spoilt.all()):
+        raise BatchRejected(why)
+    above = batch.loss_mask & (batch.logprobs > _LARGEST_LOGPROB) & ~spoilt[of_row]
+    if bool(above.any()):
+        what = "logprobs holds log-probabilities above 0"
+        raise BatchRejected(_located(batch, above, what, "sends logits, or logs another quantity"))
+    if bool(spoilt.any()):
+        raise NotFinite(why, torch.nonzero(spoilt).flatten().tolist())
 
 
-def _refuse(batch: RolloutBatch, bad_rows: Tensor, what: str, why: str) -> None:
-    """Raise `BatchRejected` where any of bad_rows bool[T] is true."""
-    if not bool(bad_rows.any()):
-        return
+def _located(batch: RolloutBatch, bad_rows: Tensor, what: str, why: str) -> str:
+    """A sentence that names the first of bad_rows bool[T], of which one is true at least."""
     bad = torch.nonzero(bad_rows).flatten()
     first = int(bad[0])
     rollout = int(torch.searchsorted(batch.cu_seqlens, first, right=True)) - 1
     label = batch.rollout_ids[rollout] if batch.rollout_ids else str(rollout)
-    raise BatchRejected(
+    return (
         f"{what} in {bad.numel()} of {batch.tokens} rows, first at row {first} "
         f"(rollout {json.dumps(label)}); the trainer's forward {why}"
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rl_hooks.format.eagle3 import CheckpointError, DrafterError
 
-__all__ = ["BatchRejected", "CheckpointError", "DrafterError", "TargetHeadError", "VocabularyError"]
+__all__ = ["BatchRejected", "CheckpointError", "DrafterError", "NotFinite", "TargetHeadError", "VocabularyError"]
 
 
 class BatchRejected(DrafterError):  # noqa: N818 - a verdict on data, not a fault
@@ -13,6 +15,14 @@ class BatchRejected(DrafterError):  # noqa: N818 - a verdict on data, not a faul
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class NotFinite(BatchRejected):
+    """Some rollouts of a batch hold NaN or infinity, and others do not. `places`: of the ones that do."""
+
+    def __init__(self, reason: str, places: Sequence[int]) -> None:
+        super().__init__(reason)
+        self.places = tuple(places)
 
 
 class VocabularyError(DrafterError):

@@ -31,7 +31,7 @@ MIB: Final = 1 << 20
 
 def _not_empty(path: object) -> object:
     if path == "":  # it would be the current directory
-        raise ValueError("is empty; give a path, or leave the variable out")
+        raise ValueError("is empty; give a path, or leave it out")
     return path
 
 

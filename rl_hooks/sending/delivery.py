@@ -239,6 +239,13 @@ class ServiceClient:
         The worker reads a batch after the API has accepted it. So its verdict comes with the answer to a later batch,
         or to the question how the run stands.
         """
+        left_out = fields.get("not_finite_total")
+        if type(left_out) is int and left_out > 0:
+            self.tally.warn(
+                "not finite",
+                f"rollouts of run {self.service.run!r} hold NaN or infinity ({left_out} so far, of all its trainers): "
+                "the drafter service leaves them out, and uses the others of their batches",
+            )
         total, reason = fields.get("dead_total"), fields.get("last_dead_reason")
         if type(total) is not int or not isinstance(reason, str):
             return  # this answer has no count: of a head, say

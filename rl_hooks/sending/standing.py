@@ -28,7 +28,10 @@ _TIMEOUT_SECONDS: Final = 3.0
 _JOIN_SECONDS: Final = 5.0
 #: What was heard longer ago is not known.
 _OLD_SECONDS: Final = 60.0
-_COUNTS: Final = {"trained": "trained_total", "dead": "dead_total", "skipped": "skipped_total", "waiting": "waiting"}
+_COUNTS: Final = {
+    **{name: f"{name}_total" for name in ("trained", "dead", "skipped", "not_finite")},
+    "waiting": "waiting",
+}
 
 
 def newest_policy(service: RunService) -> int | None:
@@ -72,7 +75,7 @@ class Standing:
         return hurries
 
     def ask(self) -> Mapping[str, object]:
-        """Ask; returns what `POST /rollouts` says of deaths, as far as it was heard. Never raises."""
+        """Ask; returns what the worker refused, as far as it was heard. Never raises."""
         self._due = self._soonest = time.monotonic() + _AWAY_SECONDS
         try:
             reply = self._service.ask("GET", run_path(self._service.run), {}, (), timeout_seconds=_TIMEOUT_SECONDS)
@@ -83,13 +86,14 @@ class Standing:
         except Exception:  # noqa: BLE001 - whatever answers there, how the run stands is then not known
             return {}
         self._due, self._soonest = time.monotonic() + _ASK_SECONDS, time.monotonic() + _SOONEST_SECONDS
-        return {name: rollouts.get(name) for name in ("dead_total", "last_dead_reason")}
+        return {name: rollouts.get(name) for name in ("dead_total", "last_dead_reason", "not_finite_total")}
 
     def facts(self) -> dict[str, float | str]:
         """How the run stands, of all its trainers; what is not known, or not known any more, is left out.
 
-        `trained, dead, skipped, waiting` (batches), `last_dead_reason`, `alpha` (replay, of the served drafter),
-        `alpha_live`, `headroom` (relative gain in α), `drafter_version` and its number.
+        `trained, dead, skipped, waiting` (batches), `not_finite` (rollouts left out of trained batches),
+        `last_dead_reason`, `alpha` (replay, of the served drafter), `alpha_live`, `headroom` (relative gain in α),
+        `drafter_version` and its number.
         """
         at, facts = self._heard
         return dict(facts) if time.monotonic() - at <= _OLD_SECONDS else {}

@@ -223,6 +223,7 @@ async def read_standing(context: ServiceContext, run: str) -> dict[str, Any]:
             "skipped_total": counts["skipped_total"],
             "dead_total": counts["dead_total"],
             "waiting": counts["items"],
+            "not_finite_total": counts["not_finite_total"],
             "last_dead_reason": letters[0].get("reason", "") if letters else "",
         },
         "alpha": None if now is None else now.alpha_served,

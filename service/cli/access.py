@@ -52,13 +52,13 @@ def token(
 
 def audit(
     run: Annotated[str | None, typer.Option(help="Only what was done to this run.")] = None,
-    state_dir: Annotated[Path | None, typer.Option(help="The service's state directory.")] = None,
+    state_dir: Annotated[str | None, typer.Option(metavar="PATH", help="The service's state directory.")] = None,
 ) -> None:
     """Print who changed what, oldest first: time, token, run, action, its object, and the answer's status.
 
     The status `-` means that there is no answer yet, or that the process ended before it.
     """
-    settings = Settings() if state_dir is None else Settings(state_dir=state_dir)
+    settings = Settings(**({} if state_dir is None else {"state_dir": state_dir}))  # type: ignore[arg-type]
     if not Layout(settings.state_dir).audit.is_dir():
         raise ConfigurationError(f"there is no audit log under {settings.state_dir}; give the service's --state-dir")
     entry = None

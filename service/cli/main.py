@@ -37,8 +37,11 @@ app = typer.Typer(
 )
 
 StateDir = Annotated[
-    Path | None,
-    typer.Option(help="Where spool, registry and checkpoints live. Default: DRAFTALIGN_STATE_DIR, else .draftalign."),
+    str | None,  # a Path of "" would be the current directory
+    typer.Option(
+        metavar="PATH",
+        help="Where spool, registry and checkpoints live. Default: DRAFTALIGN_STATE_DIR, else .draftalign.",
+    ),
 ]
 Port = Annotated[int | None, typer.Option(help="TCP port of the API. Default: DRAFTALIGN_PORT, else 8400.")]
 # Every user of the machine can see a program's options, but not its variables.
@@ -68,7 +71,7 @@ def _options(
     pass
 
 
-def _settings(state_dir: Path | None, **given: Any) -> Settings:
+def _settings(state_dir: str | None, **given: Any) -> Settings:
     """The environment's settings, with the options that were given."""
     settings = Settings(**{k: v for k, v in (given | {"state_dir": state_dir}).items() if v is not None})
     if settings.redis_url is not None:

@@ -16,7 +16,7 @@ from service.storage.mirror import Mirror, copy_run, is_copy, state_of
 
 def copy_state(
     origin: Annotated[str, typer.Argument(help="A state directory, or the s3:// URL of a state.")],
-    state_dir: Annotated[Path | None, typer.Option(help="State directory to copy to.")] = None,
+    state_dir: Annotated[str | None, typer.Option(metavar="PATH", help="State directory to copy to.")] = None,
     state_url: Annotated[str | None, typer.Option(help="Object store to copy to: s3://bucket/prefix.")] = None,
 ) -> None:
     """Copy all runs of one state into another: from a directory to an object store, or back.

@@ -93,7 +93,7 @@ def warmup(
         hook.close()
     version = _ask(service, run_path(run))["drafter"]
     if version is None:
-        raise ConfigurationError(f"no drafter yet: {watch.said or 'nothing was heard of the run'}; raise --rollouts")
+        raise ConfigurationError(watch.no_drafter())
     if out is not None:
         version = f"{fetch_to(out, service, run)}, written to {out}"
     typer.echo(f"run {run} begins with {version}")
@@ -124,6 +124,10 @@ class _Watch:
         """Wait until the worker is done with all of it."""
         self._wait(0)
         self._report()
+
+    def no_drafter(self) -> str:
+        """Why there is none, as the run's headline says it, and what to do."""
+        return f"no drafter yet: {self.said.removesuffix('.') or 'nothing was heard of the run'}; raise --rollouts"
 
     def _wait(self, ahead: int) -> None:
         """Wait until at most `ahead` batches wait for the worker, or the worker needs further ones."""

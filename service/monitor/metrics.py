@@ -328,6 +328,8 @@ def _add_service(families: _Families, run: str, snapshot: RunSnapshot) -> None:
         ("rejected", "rejected_total", "Rollout batches refused because the queue was full."),
     ):
         families.counter(f"draftalign_batches_{name}_total", text, counters.get(key), run=run)
+    text = "Rollouts that were left out of their batch because they hold NaN or infinity."
+    families.counter("draftalign_rollouts_not_finite_total", text, counters.get("not_finite_total"), run=run)
     text = "Unix time at which the last rollout batch arrived."
     families.gauge("draftalign_batches_last_arrival_timestamp_seconds", text, snapshot.last_arrival, run=run)
     vocabulary = worker.vocabulary or Vocabulary()

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal, Protocol, Self
 
 from drafter.batch import prompt_hashes
-from drafter.errors import BatchRejected
+from drafter.errors import BatchRejected, NotFinite
 from drafter.model.draft_model import DraftModel
 from drafter.policy import Policy, unforeseen_seed
 from service.monitor.records import arrival
@@ -148,9 +148,7 @@ class ClaimScorer:
         }
         roles = self._lineage.roles(versions, candidate=by is None or not served_only)
         try:
-            looked = self._looked(loaded)  # before the ranks are led: what fails here fails on this one alone
-            with self._lineage.needed_trainer.ranks.in_step():
-                found = self._shared(loaded, looked, roles, policy)
+            loaded, found = self._shared(loaded, roles, policy)
             scores = score(roles, found)
         except BatchRejected as error:
             fates.reject(loaded.entry, str(error))
@@ -176,9 +174,20 @@ class ClaimScorer:
         return some_siblings(prompt_hashes(loaded.batch), loaded.batch.policy_version)
 
     def _shared(
+        self, loaded: Loaded, roles: Mapping[str, tuple[str, DraftModel]], policy: Policy
+    ) -> tuple[Loaded, SharedScore]:
+        """Check and replay the sound rollouts of the batch, with the other ranks if there are any."""
+        looked = self._looked(loaded)  # before the ranks are led: what fails here fails on this one alone
+        try:
+            with self._lineage.needed_trainer.ranks.in_step():
+                return loaded, self._led(loaded, looked, roles, policy)
+        except NotFinite as found:  # several ranks screen as they score
+            return self._shared(loaded.sound(found), roles, policy)
+
+    def _led(
         self, loaded: Loaded, looked: Sequence[int], roles: Mapping[str, tuple[str, DraftModel]], policy: Policy
     ) -> SharedScore:
-        """Check and replay the batch, with the other ranks if there are any (`service.ranks.FollowedRun`)."""
+        """Check and replay the batch; other ranks are told to (`service.ranks.FollowedRun`)."""
         ranks, drafters = self._lineage.needed_trainer.ranks, dict(roles.values())
         order = ScoreOrder(
             looked=list(looked),
@@ -190,7 +199,7 @@ class ClaimScorer:
         )
         if ranks.world > 1:
             head = self._target.head_of(loaded.batch.policy_version, batch=loaded.path)
-            file = {"file": loaded.path.name, "known": loaded.entry.known, "head": head, "drafters": list(drafters)}
+            file = {"file": loaded.path.name, "known": loaded.left_out, "head": head, "drafters": list(drafters)}
             self._lineage.lead({"score": {"how": asdict(order), **file}})
         return score_shared(ranks, drafters, policy, loaded.batch, order)
 

@@ -28,7 +28,7 @@ from redis.exceptions import RedisError
 
 from drafter.batch import RolloutBatch, load_batch, screen, without
 from drafter.device import is_device_fault, is_out_of_memory
-from drafter.errors import BatchRejected, DrafterError
+from drafter.errors import BatchRejected, DrafterError, NotFinite
 from rl_hooks.wire import WireError
 from service.errors import BlobDamaged, ObjectStoreError, ServiceError
 from service.settings import Settings
@@ -71,11 +71,39 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """A claimed batch, loaded. `path`: its file in the spool."""
+    """A claimed batch, loaded. `path`: its file in the spool.
+
+    `left_out`: places in the file of the rollouts that `batch` lacks: known ones, and those of NaN or infinity, of
+    which `why` tells.
+    """
 
     entry: Entry
     path: Path
     batch: RolloutBatch
+    left_out: tuple[int, ...] = ()
+    why: str = ""
+
+    @property
+    def not_finite(self) -> int:
+        """How many rollouts are left out for NaN or infinity."""
+        return len(self.left_out) - len(self.entry.known)
+
+    def screened(self) -> Loaded:
+        """The same without rollouts of NaN or infinity. Raises `BatchRejected` as `screen` does."""
+        try:
+            screen(self.batch)
+        except NotFinite as found:
+            return self.sound(found)
+        return self
+
+    def sound(self, found: NotFinite) -> Loaded:
+        """The same without the rollouts that `found` names."""
+        rollouts = self.batch.rollouts + len(self.left_out)
+        places = [place for place in range(rollouts) if place not in self.left_out]
+        left_out = (*self.left_out, *(places[place] for place in found.places))
+        why = f"{len(found.places)} of {rollouts} rollouts are left out: {found.reason}"
+        log.warning("batch %s: %s", self.entry.batch_id, why)
+        return replace(self, batch=without(self.batch, found.places), left_out=left_out, why=why)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,6 +114,8 @@ class Delivery:
     phase: Phase
     loaded: Loaded | None = None  # of a WAITING one
     uncounted: bool = False  # Redis has still to be told that this delivery does not count
+    not_finite: int = 0  # as in `Loaded`
+    why: str = ""
 
 
 class ArrivedVersions:
@@ -256,8 +286,9 @@ class Inbox:
             if not self._bring(entry, path):
                 check_blob(path)
             batch = without(load_batch(path, vocab_size=self._vocab_size), entry.known)
+            loaded = Loaded(entry, path, batch, entry.known)
             if self._screens():
-                screen(batch)
+                loaded = loaded.screened()
         except FileNotFoundError as error:
             if self._is_kept(entry):  # another worker of this host opened the run, and deleted what was fetched
                 self._put_off(entry, error, Phase.UNREADABLE)
@@ -274,7 +305,7 @@ class Inbox:
             else:
                 self.fail(entry, error, "cannot be loaded")
         else:
-            return Loaded(entry, path, batch)
+            return loaded
         return None
 
     def _bring(self, entry: Entry, path: Path) -> bool:
@@ -309,7 +340,7 @@ class Inbox:
     # --- what became of a batch
     def finish(self, loaded: Loaded) -> None:
         """Nothing is left to do with a batch: the next checkpoint acknowledges it."""
-        self._set(Delivery(loaded.entry, Phase.DONE))
+        self._set(Delivery(loaded.entry, Phase.DONE, not_finite=loaded.not_finite, why=loaded.why))
 
     def reject(self, entry: Entry, reason: str, code: DeathCode = "unusable") -> None:
         """End a batch as a dead letter."""
@@ -367,8 +398,8 @@ class Inbox:
         self._set(Delivery(entry, phase, uncounted=True))
         self._release_uncounted()
 
-    def _acknowledge(self, entry: Entry, end: EndState, reason: str = "") -> bool:
-        ended = self._queue.ack(entry, end, reason)
+    def _acknowledge(self, entry: Entry, end: EndState, reason: str = "", not_finite: int = 0) -> bool:
+        ended = self._queue.ack(entry, end, reason, not_finite)
         self._forget(entry)
         if ended and self._kept is not None:
             self._kept.discard(self._queue.run, [entry.blob])
@@ -377,14 +408,16 @@ class Inbox:
     def wait(self, batches: Sequence[Loaded]) -> None:
         """Keep batches in memory until there is a draft vocabulary. Their deliveries do not count.
 
-        Beyond `_MOST_WAITING_TOKENS` the oldest batches are skipped. Their tokens are in the vocabulary's counts.
+        Beyond `_MOST_WAITING_TOKENS` the oldest batches are skipped. Their tokens are in the vocabulary's counts. So is
+        the oldest where uploads are refused since the last call, because all that fills the queue waits here.
         """
         for loaded in batches:
             self._set(Delivery(loaded.entry, Phase.WAITING, loaded=loaded, uncounted=True))
         waiting = [(one.loaded, one.loaded.batch.tokens) for one in self._in(Phase.WAITING) if one.loaded is not None]
         excess = sum(tokens for _, tokens in waiting) - _MOST_WAITING_TOKENS
-        for loaded, tokens in waiting[:-1]:
-            if excess <= 0:
+        gives_way = self._queue.was_refused() and not batches
+        for loaded, tokens in waiting[:1] if gives_way else waiting[:-1]:
+            if excess <= 0 and not gives_way:
                 break
             if self._acknowledge(loaded.entry, "skipped", "passed over while the draft vocabulary was gathered"):
                 loaded.path.unlink(missing_ok=True)
@@ -441,7 +474,7 @@ class Inbox:
         done = self._in(Phase.DONE)
         write_checkpoint(sorted(self._applied | {delivery.entry.batch_id for delivery in done}))
         for delivery in done:
-            self._acknowledge(delivery.entry, "trained")
+            self._acknowledge(delivery.entry, "trained", delivery.why, delivery.not_finite)
 
 
 def is_batch_fault(error: Exception) -> bool:

@@ -271,7 +271,7 @@ class Learner:
         """Finish batches that are not trained on now. They join the recent rollouts."""
         if scored:
             for loaded, _ in scored:
-                self.recent.add(loaded.path, loaded.batch, loaded.entry.known)
+                self.recent.add(loaded.path, loaded.batch, loaded.left_out)
             self._finish(scored, fates, DEFERRED)
 
     def _train_on(
@@ -282,7 +282,7 @@ class Learner:
         Returns the share of the training that was done, and whether it was undisturbed: recent rollouts were mixed in,
         and the process is not asked to end.
         """
-        newest = [self.recent.add(loaded.path, loaded.batch, loaded.entry.known) for loaded, _ in scored]
+        newest = [self.recent.add(loaded.path, loaded.batch, loaded.left_out) for loaded, _ in scored]
         try:
             self.recent.forget_abandoned(
                 self.target.received.times(), lambda: self.journal.abandoned(fates.unfinished())

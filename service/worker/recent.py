@@ -51,7 +51,7 @@ class KeptBatch:
     name: str  # file name inside the directory of recent batches
     batch: RolloutBatch
     prompts: frozenset[str]  # `prompt_hashes` of its rollouts
-    known: tuple[int, ...] = ()  # places in the file of known rollouts, which are not in `batch`
+    known: tuple[int, ...] = ()  # places in the file of rollouts that are not in `batch`: `Loaded.left_out`
 
     @property
     def policy_version(self) -> int:

@@ -14,7 +14,7 @@ from helpers.drafter.drafter_worlds import SHAPES, VOCAB, cast, world
 from helpers.service.service_fixtures import with_last_rows
 
 from drafter.batch import RolloutBatch, load_batch, screen
-from drafter.errors import BatchRejected, DrafterError
+from drafter.errors import BatchRejected, DrafterError, NotFinite
 from drafter.policy import TargetHead
 from drafter.replay.replay import replay
 from drafter.training.trainer import DrafterTrainer, TrainConfig
@@ -246,12 +246,31 @@ def test_moving_converts_features_only() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", ["aux_hidden", "last_hidden", "logprobs", "logsumexp"])
-def test_one_bad_number_rejects_the_batch_and_is_located(name: str, value: float) -> None:
+def test_one_bad_number_rejects_its_rollout_and_is_located(name: str, value: float) -> None:
     batch = world(SHAPES["packed, half response"]).batch
     tensor = getattr(batch, name).clone()
     tensor.view(batch.tokens, -1)[13, -1] = value
-    with pytest.raises(BatchRejected, match=rf'{name} holds NaN or infinity in 1 of 29 rows, first at row 13.*"r1"'):
+    words = rf'{name} holds NaN or infinity in 1 of 29 rows, first at row 13.*"r1"'
+    with pytest.raises(NotFinite, match=words) as found:
         screen(replace(batch, **{name: tensor}))
+    assert found.value.places == (1,)
+
+
+def test_a_batch_whose_rollouts_are_all_spoilt_or_one_of_whose_sound_ones_says_more_than_1_is_refused() -> None:
+    batch = world(SHAPES["packed, half response"]).batch
+    firsts, row = batch.cu_seqlens[:-1], int(torch.nonzero(batch.loss_mask)[-1])
+    batch.aux_hidden[firsts[:-1]] = torch.nan
+    batch.logprobs[int(torch.nonzero(batch.loss_mask)[0])] = torch.inf  # what a spoilt one says is not looked at
+    with pytest.raises(NotFinite) as found:
+        screen(batch)
+    assert found.value.places == tuple(range(batch.rollouts - 1))
+    batch.logprobs[row] = 5.0  # of the last rollout, the only sound one
+    with pytest.raises(BatchRejected, match="log-probabilities above 0"):
+        screen(batch)
+    batch.last_hidden[firsts[-1]] = torch.inf  # another tensor spoils that one
+    with pytest.raises(BatchRejected, match="aux_hidden holds NaN or infinity") as refused:
+        screen(batch)
+    assert not isinstance(refused.value, NotFinite)
 
 
 @pytest.mark.parametrize("warped", [False, True])

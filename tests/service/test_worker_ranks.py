@@ -156,11 +156,12 @@ def test_two_ranks_learn_what_one_process_learns(tmp_path: Path, redis_url: str)
 
 
 def spoilt(bench: Bench) -> None:
-    """Batches without normalisers and with; of three that are bad, the bad rows are of another rank's pieces each."""
+    """Batches without normalisers and with; of those that are bad, the bad rows are of another rank's pieces each."""
     bench.begin()
     bench.post("a", rollouts=7, change=lambda t: t.pop("logsumexp"))
     bench.post("b", rollouts=7, top_p=0.999)
-    bench.post("nan", rollouts=7, change=lambda t: t["aux_hidden"][11:].fill_(float("nan")))
+    bench.post("nan", rollouts=7, change=lambda t: t["aux_hidden"].fill_(float("nan")))
+    bench.post("some", rollouts=7, change=lambda t: t["last_hidden"][60:].fill_(float("inf")))
     bench.post("lie", rollouts=7, change=lambda t: t["logprobs"][40:].sub_(9.0))
     bench.post("scale", rollouts=7, change=lambda t: t["logsumexp"].add_(3.0))
     bench.post("c", rollouts=2, change=lambda t: t.pop("logsumexp"))
@@ -200,7 +201,8 @@ def test_ranks_check_batches_as_one_process_does_to_the_bit(tmp_path: Path, redi
             dead = {one: bench.reason(one) for one in bench.posted if bench.state(one) == "dead"}
             gaps = {one: record.logprob_gap for one, record in bench.store.scores().items()}
             sums = {one: (record.ngram, record.favour) for one, record in bench.store.scores().items()}
-            return states(bench), dead, gaps, sums
+            some = bench.store.scores()[bench.posted[3]].rollouts, bench.reason(bench.posted[3])
+            return states(bench), dead, gaps, sums, some
 
     several = found(tmp_path / "several", world)
     done = [sum(map(int, (tmp_path / f"rows {rank}").read_text().split())) for rank in range(world)]
@@ -208,7 +210,8 @@ def test_ranks_check_batches_as_one_process_does_to_the_bit(tmp_path: Path, redi
         (tmp_path / f"rows {rank}").unlink()
     one = found(tmp_path / "one", 1)
     assert several == one
-    assert one[0] == ["trained", "trained", "dead", "dead", "dead", "trained"]
+    assert one[0] == ["trained", "trained", "dead", "trained", "dead", "dead", "trained"]
+    assert one[4][0] < 7, "rollouts from row 60 on are left out"
     assert None not in one[2].values()
     assert any(favour is not None for _, favour in one[3].values())
     assert [reason.partition(" ")[0] for reason in one[1].values()] == ["aux_hidden", *["log-probabilities"] * 2]
@@ -350,10 +353,13 @@ def test_ranks_learn_alike_from_8_bits_shared_prompts_and_an_object_store(
     pytest.importorskip("moto")
     from helpers.service.object_fixtures import BUCKET, running_store
 
+    def overflow(t: dict[str, torch.Tensor]) -> None:  # in an answer of the second rollout
+        t["aux_hidden"][t["cu_seqlens"][1] + 5] = float("inf")
+
     def post(bench: Bench) -> None:
         bench.begin()
         for number, name in enumerate("abc"):
-            body = bench.world.rollout_file(name, prompts=[1, 1, 1, 2, 2, 3, 3])
+            body = bench.world.rollout_file(name, prompts=[1, 1, 1, 2, 2, 3, 3], change=overflow)
             if name != "a":
                 body = as_fp8(body, tmp_path / "x", last=name == "c")
             if name != "b":
@@ -374,6 +380,7 @@ def test_ranks_learn_alike_from_8_bits_shared_prompts_and_an_object_store(
             assert len(store.stored()) == 2
             assert run_ranks(bench, lambda: bench.drain(bench.worker())) == 0
             assert store.stored() == []
+            assert {record.rollouts for record in bench.store.scores().values()} == {6}
             two = outcome(bench)
     assert_alike(one_process(tmp_path / "one", redis_url, post, **ADAMW), two)
 

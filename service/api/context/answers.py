@@ -65,13 +65,14 @@ class RunList(BaseModel):
 
 
 class RolloutCounts(BaseModel):
-    """What became of a run's batches."""
+    """What became of a run's batches. `not_finite_total`: rollouts left out of batches that were used."""
 
     accepted_total: int
     trained_total: int
     skipped_total: int
     dead_total: int
     waiting: int
+    not_finite_total: int
     last_dead_reason: str
 
 

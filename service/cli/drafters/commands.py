@@ -128,7 +128,7 @@ def evaluate(
     ] = None,
     depth: Annotated[int, typer.Option(min=1, max=16, help="Tokens drafted per round.")] = 4,
     drafting: Annotated[str, typer.Option(help="How drafts are sampled: probabilistic or greedy.")] = "probabilistic",
-    state_dir: Annotated[Path | None, typer.Option(help="The service's state directory.")] = None,
+    state_dir: Annotated[str | None, typer.Option(metavar="PATH", help="The service's state directory.")] = None,
     from_: From = None,
     aux_layers: AuxLayers = None,
     norm_before_residual: Norm = None,

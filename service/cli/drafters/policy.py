@@ -97,7 +97,7 @@ class _FixedPolicy:
         return next((read_tensor(file, name).float() for name in names for file in files if name in file), None)
 
 
-def open_policy(target: str | None, state_dir: Path | None, *, with_head: bool) -> _FixedPolicy | Target:
+def open_policy(target: str | None, state_dir: str | None, *, with_head: bool) -> _FixedPolicy | Target:
     """The policy that `--target` names, with `at` (the `Policy` of a version) and `registered` (the first one).
 
     `target` None: the policy of the only run there is, else of run `default`.

@@ -3,7 +3,7 @@
 -- KEYS: 1 queue  2 counters  3 batch hash  4 dead-letter stream  5 files of dead batches
 -- ARGV: 1 group  2 entry_id  3 state (trained|skipped|dead)  4 reason  5 ended_seconds  6 key prefix
 --       7 dead letters kept  8 '1' if a dead one's file is kept  9 bytes that may be remembered of batches that ended
---       10 code of a dead one's reason (`DeathCode`)
+--       10 code of a dead one's reason (`DeathCode`)  11 rollouts that were left out for NaN or infinity
 -- Returns 1 if this call ended the entry, 0 if it had ended before (a late acknowledgement is harmless).
 local queue, counters, batch = KEYS[1], KEYS[2], KEYS[3]
 local entry = redis.call('XRANGE', queue, ARGV[2], ARGV[2])[1]
@@ -37,6 +37,7 @@ if ARGV[3] == 'dead' then
 else
   redis.call('HINCRBY', counters, 'acked_total', 1)
   if ARGV[3] == 'skipped' then redis.call('HINCRBY', counters, 'skipped_total', 1) end
+  redis.call('HINCRBY', counters, 'not_finite_total', ARGV[11])
 end
 remember(ARGV[6], counters, fields['batch_id'], ARGV[5], ARGV[9])
 return 1

@@ -100,6 +100,7 @@ class RolloutQueue:
         self._redis: Any = redis  # redis-py types every reply as "maybe awaitable"
         self._keys = Keys(run)
         self._remembered_bytes = remembered_bytes
+        self._refused: int | None = None  # uploads that had found the queue full when `was_refused` looked last
         self._finish = redis.register_script(lua("held") + lua("remember") + lua("finish"))
         self._sweep = redis.register_script(lua("sweep"))
         self._heartbeat = redis.register_script(lua("heartbeat"))
@@ -193,9 +194,12 @@ class RolloutQueue:
         """
         return int(self._redis.eval(_MEMORY_RAN_OUT, 1, self._keys.batch(entry.batch_id), pause_seconds))
 
-    def ack(self, entry: Entry, state: EndState = "trained", reason: str = "") -> bool:
-        """End an entry. False if it had ended before (another worker claimed and finished it)."""
-        return self._end(entry, state, reason)
+    def ack(self, entry: Entry, state: EndState = "trained", reason: str = "", not_finite: int = 0) -> bool:
+        """End an entry. False if it had ended before (another worker claimed and finished it).
+
+        `not_finite`: rollouts of it that were left out for NaN or infinity, to be counted.
+        """
+        return self._end(entry, state, reason, not_finite=not_finite)
 
     def dead_letter(self, entry: Entry, reason: str, *, code: DeathCode = "unusable", keep_file: bool = True) -> bool:
         """End an entry as undeliverable; its fields, the reason and its code go to the dead-letter stream.
@@ -211,6 +215,11 @@ class RolloutQueue:
         """
         args = sweep_bounds(older_than_seconds, max_bytes)
         return [text(blob) for blob in self._sweep(keys=[self._keys.counters, self._keys.dead_files], args=args)]
+
+    def was_refused(self) -> bool:
+        """Whether an upload found the queue full since the last call; False at the first."""
+        before, self._refused = self._refused, int(self._redis.hget(self._keys.counters, "rejected_total") or 0)
+        return before is not None and self._refused > before
 
     def unfinished(self) -> list[Entry]:
         """The oldest entries that have not ended, at most 256."""
@@ -230,7 +239,14 @@ class RolloutQueue:
         return max(found[:16], default=None)
 
     def _end(
-        self, entry: Entry, state: str, reason: str, *, code: DeathCode | None = None, keep_file: bool = False
+        self,
+        entry: Entry,
+        state: str,
+        reason: str,
+        *,
+        code: DeathCode | None = None,
+        keep_file: bool = False,
+        not_finite: int = 0,
     ) -> bool:
         keys = self._keys
         reason = reason[:2000].encode("utf-8", "backslashreplace").decode()  # it may quote bytes that are not UTF-8
@@ -240,7 +256,7 @@ class RolloutQueue:
                 args=[
                     *(GROUP, entry.entry_id, state, reason),
                     *(ENDED_SECONDS, keys.prefix, DEAD_LETTERS_KEPT, int(keep_file), self._remembered_bytes),
-                    code or "",
+                    *(code or "", not_finite),
                 ],
             )
         )

@@ -35,7 +35,7 @@ from service.storage.queue.keys import (
 QUEUED_ROLLOUTS: Final = 131_072
 COUNTERS: Final = (
     *("items", "bytes", "accepted_total", "duplicates_total", "rejected_total", "acked_total", "skipped_total"),
-    *("dead_total", "put_back_total", "dead_file_bytes"),
+    *("dead_total", "put_back_total", "dead_file_bytes", "not_finite_total"),
 )
 #: What `held.lua` keeps in one string: all but the last are counters.
 HELD: Final = ("items", "bytes", "rollouts", "accepted_total", "put_back_total", "newest")

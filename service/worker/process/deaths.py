@@ -72,10 +72,10 @@ def _set_aside(run: str, done: str, deaths: int, since: float, most: int) -> tup
     None: it is not, after less than `most` deaths or when the time is over.
     """
     pause = min(_DIED_SECONDS * 2.0 ** min(deaths - most, 20), _DIED_MOST_SECONDS)
-    seconds = min(since + pause - time.time(), pause)
-    if deaths < most or seconds <= 0:
+    seconds = since + pause - time.time()
+    if deaths < most or not 0 < seconds <= 2 * pause:  # later: a clock was set back since
         return None
-    return seconds, (
+    return min(seconds, pause), (
         f"the worker died {deaths} times while it {done} this run (memory?). It is tried again {pause:.0f} s after"
         f" the last time; at once after another PUT /runs/{run} with a smaller drafter, or once it was paused and"
         " made active again"

@@ -12,9 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+import torch
 from helpers.engine.agent_fixtures import eventually
 from helpers.service.service_fixtures import RunningService
-from helpers.trainer.hooks_fixtures import AUX, step
+from helpers.trainer.hooks_fixtures import AUX, padded_batch, step
 from helpers.trainer.hooks_fixtures import tiny_qwen3 as tiny
 from helpers.worker.worker_fixtures import Bench
 
@@ -56,6 +57,18 @@ def test_what_became_of_its_rollouts_reaches_the_trainer_and_its_log(
         assert "log-probabilities disagree" in stands["last_dead_reason"]
         assert hook.stats()["dead"] == 1, "its last batch died, and it hears of it without sending another"
         assert "die in the drafter service" in caplog.text
+        assert "NaN" not in caplog.text
+        batch = padded_batch([(3, 9), (7, 4), (1, 12), (5, 6)], seed=3)
+        others = set(batch.input_ids[[0, 1, 3]].flatten().tolist())
+        with torch.no_grad():  # the policy overflows at a token of one rollout
+            token = next(token for token in batch.input_ids[2].tolist() if token not in others)
+            model.model.embed_tokens.weight[token] = torch.inf
+        step(hook, model, 3, batch)
+        bench.drain(worker)
+        eventually(lambda: hook.stats()["run_stands"].get("not_finite") == 1)
+        stands = hook.stats()["run_stands"]
+        assert (stands["trained"], stands["dead"]) == (3, 1)
+        assert caplog.text.count("hold NaN or infinity (") == 1, "it hears of rollouts that were left out, once"
         described = service.client.get("/runs/default", headers={"Authorization": "Bearer boss"}).json()
         numbers = hook.metrics()
         assert set(numbers) >= OWN | {f"draftalign/{name}" for name in ("trained", "dead", "waiting", "skipped")}

@@ -140,7 +140,7 @@ def test_a_run_is_drawn_with_its_series_marks_and_headline(browser: Browser) -> 
         assert len(page.having("data-event", kind)) == kinds.count(kind) > 0
     assert len(page.having("data-series", "live")) == 60
     tiles = page.texts["tiles"]
-    for word in ("Rounds saved", "492 k", "9.0 MiB of 16 GiB", "train", "fast lane at 22 %"):
+    for word in ("Rounds saved", "492 k", "each pass counted", "9.0 MiB of 16 GiB", "train", "fast lane at 22 %"):
         assert word in tiles
     assert page.texts["events"].count(" at policy ") == 9
     assert "does not always fall" in page.texts["full"]
@@ -204,7 +204,7 @@ def test_rounds_saved_have_an_interval_and_none_are_said_where_that_holds_none(b
     assert "Publication lag–not compared yet" in replaced
 
 
-@pytest.mark.parametrize(("ratio", "words"), [(0.8, "behind v1; chance alone makes up to"), (0.99, "no more than")])
+@pytest.mark.parametrize(("ratio", "words"), [(0.8, " behind v1; chance alone makes up to"), (0.99, ", no more than")])
 def test_a_publication_lag_stands_beside_what_chance_makes(ratio: float, words: str, browser: Browser) -> None:
     snapshot = of_versions(ratio)
     now = snapshot.current
@@ -212,7 +212,7 @@ def test_a_publication_lag_stands_beside_what_chance_makes(ratio: float, words: 
     assert now.compared is not None
     chance = (now.compared.by_chance or math.nan) * now.compared.alpha_served
     tile = show(snapshot, browser).texts["tiles"].partition("Publication lag")[2]
-    assert tile.startswith(f"{now.publication_lag:.2f}{words}")
+    assert tile.startswith(f"{now.publication_lag:.2f}tokens per round{words}")
     assert f"{chance:.2f}" in tile.partition("Headroom")[0]
 
 

@@ -518,6 +518,11 @@ def test_an_empty_path_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTALIGN_STATE_DIR", "")
     with pytest.raises(ValidationError, match="is empty; give a path"):
         Settings()
+    monkeypatch.delenv("DRAFTALIGN_STATE_DIR")
+    for command in (["serve"], ["worker"], ["up"], ["audit"], ["copy-state", "s3://b/p"], ["eval", "x", "y"]):
+        said = CliRunner().invoke(app, [*command, "--state-dir="])
+        assert isinstance(said.exception, ValidationError), (command, said.output)
+        assert "is empty; give a path" in str(said.exception)
 
 
 def test_every_option_that_takes_a_path_knows_the_home_directory() -> None:

@@ -303,6 +303,8 @@ def test_batches_that_wait_for_the_draft_vocabulary_are_not_waited_for(
     for number in range(9):
         assert not watch.add(Sent(f"r{number}", 10, 100)), "what the headroom says is of an earlier run"
     watch.settle()
+    if not hidden:
+        assert watch.no_drafter() == f"no drafter yet: {gathers[:-1]}; raise --rollouts"
 
 
 def test_it_ends_once_its_own_batches_were_trained_on_and_nothing_is_left_to_gain(

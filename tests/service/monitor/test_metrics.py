@@ -62,6 +62,7 @@ NAMES = {
     "draftalign_batches_duplicate_total": {"run"},
     "draftalign_batches_dead_total": {"run"},
     "draftalign_batches_rejected_total": {"run"},
+    "draftalign_rollouts_not_finite_total": {"run"},
     "draftalign_batches_last_arrival_timestamp_seconds": {"run"},
     "draftalign_vocabulary_tokens": {"run"},
     "draftalign_vocabulary_tokens_wanted": {"run"},
@@ -118,6 +119,7 @@ def full_snapshot() -> RunSnapshot:
             "duplicates_total": 1,
             "dead_total": 0,
             "rejected_total": 3,
+            "not_finite_total": 1,
         },
         worker={
             "heartbeat": 1000.5,

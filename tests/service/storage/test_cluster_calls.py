@@ -134,6 +134,7 @@ async def rollouts_live(worker: Any, api: Any, dead: Any) -> None:
     assert (await api.arrivals()).oldest is not None
     assert worker.newest_policy() == 4
     assert [entry.policy_version for entry in worker.unfinished()][-1:] == [4]
+    assert not worker.was_refused(), "since it was asked last"
 
     assert await api.remembered() > await api.shorten(0) == 0, "of the one that ended"
 

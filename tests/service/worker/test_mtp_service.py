@@ -92,6 +92,22 @@ def test_an_mtp_head_is_scored_trained_published_and_resumed(bench: Bench, tmp_p
     assert bench.state(bench.posted[-1]) == "trained"
 
 
+def test_a_rollout_that_is_not_finite_is_left_out_of_an_mtp_runs_batch_and_the_others_train(
+    bench: Bench, tmp_path: Path
+) -> None:
+    def overflow(t: dict[str, torch.Tensor]) -> None:
+        t["last_hidden"][int(t["cu_seqlens"][2]) + 1] = float("-inf")  # of a prompt, which an MTP module reads too
+
+    bench.register(run_file(bench.world, tmp_path / "initial"))
+    batch_id = bench.post("a", change=overflow)
+    worker = bench.worker(**OPEN)
+    bench.drain(worker)
+    assert bench.state(batch_id) == "trained", bench.reason(batch_id)
+    assert bench.reason(batch_id).startswith("1 of 8 rollouts are left out: last_hidden holds NaN or infinity")
+    assert bench.store.scores()[batch_id].rollouts == 7
+    assert all(torch.isfinite(p).all() for p in worker.learner.lineage.candidate.parameters())
+
+
 def test_a_module_that_was_trained_elsewhere_is_looked_at_by_the_gate(bench: Bench, tmp_path: Path) -> None:
     bench.register(run_file(bench.world, tmp_path / "initial"))
     worker = bench.worker(learning_rate=1e-12, gate_min_gain=0.005)

@@ -6,12 +6,14 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.service.service_fixtures import RunningService
+from helpers.worker.rollout_files import as_fp8, prompts_once_of
 from helpers.worker.worker_fixtures import CONFIG, DRAFT, LAYERS, Bench, World
 from torch import Tensor
 
@@ -79,11 +81,11 @@ def test_what_redis_keeps_of_a_batchs_scores_is_what_the_plan_counts(rollouts: i
 
 
 def nan_features(t: dict[str, Tensor]) -> None:
-    t["aux_hidden"][5, 3] = float("nan")
+    t["aux_hidden"][t["cu_seqlens"][:-1].long(), 3] = float("nan")
 
 
 def infinite_logprob(t: dict[str, Tensor]) -> None:
-    t["logprobs"][7] = float("-inf")
+    t["logprobs"][t["cu_seqlens"][:-1].long() + 5] = float("-inf")
 
 
 def shifted(t: dict[str, Tensor]) -> None:
@@ -105,7 +107,7 @@ def wrong_temperature(t: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (nan_features, "aux_hidden holds NaN or infinity in 1 of"),
+        (nan_features, "aux_hidden holds NaN or infinity in 8 of"),
         (infinite_logprob, "logprobs holds NaN or infinity"),
         (shifted, "log-probabilities disagree with the features"),
         (pre_norm, "log-probabilities disagree with the features"),
@@ -126,6 +128,53 @@ def test_a_broken_batch_is_dead_with_its_reason_and_the_others_live(bench: Bench
     (kept,) = bench.spooled()
     assert kept.startswith(bad), "only the dead one's file is kept, to be put back"
     assert all(torch.isfinite(p).all() for p in worker.learner.lineage.candidate.parameters())
+
+
+def overflows(*rows: tuple[int, int], tensor: str = "aux_hidden") -> Callable[[dict[str, Tensor]], None]:
+    """Infinity in these rows of rollouts: (rollout, row in it)."""
+
+    def change(t: dict[str, Tensor]) -> None:
+        for rollout, row in rows:
+            t[tensor][int(t["cu_seqlens"][rollout]) + row, 1] = float("inf")
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("kind", "bad", "left_out"),
+    [
+        ("bf16", overflows((0, 4), (2, 6)), {0, 2}),
+        ("last states of bf16", overflows((1, 7), tensor="last_hidden"), {1}),
+        ("fp8", overflows((3, 5)), {3}),
+        ("fp8 of both", overflows((3, 5), tensor="last_hidden"), {3}),
+        ("prompts once", overflows(*((rollout, 0) for rollout in (0, 1, 2))), {0, 1, 2}),
+    ],
+)
+def test_rollouts_that_are_not_finite_are_left_out_and_the_others_of_their_batch_train(
+    kind: str, bad: Callable[[dict[str, Tensor]], None], left_out: set[int], bench: Bench, tmp_path: Path
+) -> None:
+    bench.settings = bench.settings.model_copy(update={"recent_tokens": 100_000})
+    bench.begin()
+    body = bench.world.rollout_file("b", prompts=[1, 1, 1, 2, 2, 3, 3], change=bad)
+    if kind.startswith("fp8"):
+        body = as_fp8(body, tmp_path / "x", last="both" in kind)
+    if kind == "prompts once":
+        body = prompts_once_of(body, tmp_path / "x")
+    known = bench.post_file(bench.world.rollout_file("b", lengths=[12]))  # "b/0" comes again in the other batch
+    batch_id = bench.post_file(body)
+    worker = bench.worker()
+    bench.drain(worker)
+    used = [f"b/{place}" for place in range(7) if place not in {0, *left_out}]
+    assert (bench.state(known), bench.state(batch_id)) == ("trained", "trained"), bench.reason(batch_id)
+    named = f"{len(left_out - {0})} of 7 rollouts are left out: "
+    assert bench.reason(batch_id).startswith(named), bench.reason(batch_id)
+    assert bench.store.scores()[batch_id].rollouts == len(used)
+    assert bench.queue.counters()["not_finite_total"] == len(left_out - {0})
+    for again in (worker, bench.worker()):
+        (kept,) = (one for one in again.learner.recent.but([]) if one.name.startswith(batch_id))
+        assert list(kept.batch.rollout_ids) == used
+        assert all(torch.isfinite(p).all() for p in again.learner.lineage.candidate.parameters())
+        again.close()
 
 
 @pytest.mark.parametrize("truncation", [{"top_p": 0.999}, {"top_k": 39}, {"top_p": 0.9, "top_k": 39}])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import redis.asyncio
 import torch
+from helpers.service.service_fixtures import HEADERS, RunningService
 from helpers.service.service_fixtures import run_file as plain_run_file
 from helpers.worker.record_fixtures import told
 from helpers.worker.worker_fixtures import CONFIG, DRAFT, LAYERS, VOCAB, Bench, World, published, recorded_windows
@@ -109,6 +110,41 @@ def test_what_waits_for_a_vocabulary_is_bounded_and_its_tokens_count(
     assert int(worker.learner.token_counts.sum()) > counted
     reason = (bench.queue.batch(posted[0]) or {})["reason"]
     assert reason == "passed over while the draft vocabulary was gathered"
+
+
+def test_a_queue_that_is_full_of_what_waits_for_a_vocabulary_gives_way_and_the_run_begins(
+    bench: Bench, redis_url: str
+) -> None:
+    """It holds two batches, and the vocabulary needs the tokens of five: nothing would ever come or be trained."""
+    bodies = [bench.world.rollout_file(f"b{number}", rollouts=2) for number in range(8)]
+    service = RunningService(state_dir=bench.layout.root, redis_url=redis_url, queue_max_items=2)
+
+    def post(body: bytes) -> int:
+        return service.client.post("/rollouts", content=body, headers=HEADERS).status_code
+
+    try:
+        bench.register()
+        assert [post(body) for body in bodies[:3]] == [202, 202, 429]
+        worker = bench.worker(vocab_min_tokens=100)
+        bench.drain(worker)
+        bench.drain(worker)
+        assert worker.inbox.waiting == 2, "an upload that was refused before it looked says nothing of now"
+        for sent, body in enumerate(bodies[2:]):
+            if not worker.learner.begun:
+                assert post(body) == 429
+                bench.drain(worker)
+                assert worker.inbox.waiting == 1, "the oldest gave way"
+                bench.drain(worker)
+                assert worker.inbox.waiting == 1, "once for what was refused"
+                assert post(body) == 202, sent
+                bench.drain(worker)
+        assert worker.learner.begun
+        names = (wire.batch_id("default", 0, [f"b{number}/0", f"b{number}/1"]) for number in range(8))
+        found = [(bench.queue.batch(name) or {}).get("state") for name in names]
+        known = found[: found.index(None)]
+        assert known == ["skipped"] * (len(known) - 2) + ["trained"] * 2
+    finally:
+        service.stop()
 
 
 def test_the_first_drafter_from_scratch_is_published_once_it_beats_plain_decoding(

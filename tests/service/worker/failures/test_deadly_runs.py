@@ -94,6 +94,12 @@ def test_a_run_that_was_set_aside_is_tried_again_later_ever_more_rarely_or_as_a_
         worker._turn()
         assert FIRST in worker.served
 
+    died(3, -5.0)
+    worker._turn()
+    assert FIRST not in worker.served, "another host's clock may be seconds ahead"
+    died(3, -3600.0)
+    worker._turn()
+    assert FIRST in worker.served, "the clock was set back: nobody waits until it has caught up"
     died(9, 0.0)
     worker._turn()
     assert FIRST not in worker.served
