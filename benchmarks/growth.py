@@ -329,12 +329,12 @@ def queued(world: World, sizes: Sequence[int]) -> None:
 
 
 def runs(world: World, sizes: Sequence[int]) -> None:
-    """Runs, with 256 scored batches each."""
+    """Runs, with 32 scored batches each."""
     table, known = Table("runs"), 0
     for size in sizes:
         for number in range(known, size):
             world.begin(f"r{number}")
-            for _ in range(256):
+            for _ in range(32):
                 world.score(f"r{number}")
         known = size
 
@@ -342,7 +342,9 @@ def runs(world: World, sizes: Sequence[int]) -> None:
             world.score("r0")
             world.look(path)
 
-        table.measure(size, world, {"a score in one and /metrics": lambda: one("/metrics")}, 20)
+        events = {"a score in one and /metrics": lambda: one("/metrics")}
+        events["/metrics, nothing new"] = lambda: world.look("/metrics")
+        table.measure(size, world, events, 20)
     table.show()
 
 
@@ -496,7 +498,7 @@ AXES: Final[dict[str, tuple[Callable[[World, Sequence[int]], None], tuple[int, .
     "scores": (scores, (256, 1024, 4096)),
     "verdicts": (verdicts, (500, 2000, 5000)),
     "queued": (queued, (30, 300, 1500)),
-    "runs": (runs, (1, 4, 16)),
+    "runs": (runs, (1, 10, 100)),
     "waiters": (waiters, (100, 300, 1000, 3000)),
     "reconnect": (reconnect, (100, 300, 1000)),
 }

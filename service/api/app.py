@@ -51,7 +51,7 @@ from service.errors import ConfigurationError, ObjectStoreError
 from service.memory import RETURN_MEMORY_SECONDS, return_freed_memory, share_one_heap
 from service.monitor import metrics
 from service.settings import Settings
-from service.storage.ready import connect_async
+from service.storage.ready import connect_async, memory_of
 
 log = logging.getLogger("draftalign.api")
 
@@ -204,7 +204,8 @@ async def get_metrics(request: Request, context: Context, caller: Caller) -> Res
 
 
 async def _metrics(context: ServiceContext, runs: Sequence[str]) -> bytes:
-    snapshots, damaged = await each_run(runs, functools.partial(read_now, context))
+    memory = await memory_of(context.redis.client)
+    snapshots, damaged = await each_run(runs, functools.partial(read_now, context, memory=memory))
     return await asyncio.to_thread(
         metrics.render,
         snapshots,

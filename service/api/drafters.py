@@ -216,10 +216,10 @@ async def get_drafters(request: Request, context: Context, run: RunQuery = "defa
         latest, (manifests, damaged) = registry.latest(run), registry.manifests(run)
         facts = {
             "run": run,
-            "latest": None if latest is None else latest.model_dump(),
+            "latest": latest,
             "held": to_jsonable_python(registry.held(run)),
             "waiting": list(registry.history.sent(run)),
-            "versions": [manifest.model_dump() for manifest in manifests],
+            "versions": manifests,
             "damaged": damaged,
         }
         history = b",".join(event.text for event in registry.history.events(run))

@@ -28,7 +28,7 @@ from service.monitor.worth import step_speedup
 from service.storage.admission.nearness import check_finite, check_head, join_run
 from service.storage.admission.sent import check_initial_drafter
 from service.storage.layout import FileId, is_there
-from service.storage.ready import PROBE_SECONDS
+from service.storage.ready import PROBE_SECONDS, memory_of
 from service.storage.reports.drafting import Drafting
 from service.storage.runs import (
     RunRecord,
@@ -188,7 +188,7 @@ async def _check_heads(context: ServiceContext, run: str, version: int) -> None:
     newest = await context.redis.soon(context.store(run).latest_policy())
     last_ns = 0  # 0: the times of the spool's files count
     if context.kept is not None:
-        last_ns = int(((await context.redis.soon(context.queue(run).arrivals())).last or 0.0) * 1e9)
+        last_ns = int(((await context.redis.soon(context.summary(run))).last_arrival or 0.0) * 1e9)
     newest_or_none = -1 if newest is None else newest
     left = await asyncio.to_thread(forget_unneeded_heads, context.layout, run, newest_or_none, most, last_ns)
     if left < most or context.layout.head(run, version).exists():
@@ -212,10 +212,9 @@ async def _waits_for_head(context: ServiceContext, run: str) -> bool:
     last batch: its answer may have been lost, and it is sent again. Its version does not matter, because a trainer may
     go back to a lower one.
     """
-    waiting = (await context.redis.soon(context.queue(run).depth())).items
-    last = (await context.redis.soon(context.queue(run).arrivals())).last or 0.0
-    came = await asyncio.to_thread(heads_since, context.layout, run, last)
-    return not waiting and came < 2 and read_state(context.layout, run).state == "active"
+    found = await context.redis.soon(context.summary(run))
+    came = await asyncio.to_thread(heads_since, context.layout, run, found.last_arrival or 0.0)
+    return not found.counters["items"] and came < 2 and read_state(context.layout, run).state == "active"
 
 
 async def _refused_file(context: ServiceContext, run: str) -> FileId:
@@ -226,7 +225,7 @@ async def _refused_file(context: ServiceContext, run: str) -> FileId:
     if not is_there(context.layout.run_json(run)) or not untouched(context.layout, run):
         return None
     file = context.layout.target_id(run)
-    refused = (await context.redis.soon(context.store(run).worker())).refused
+    refused = (await context.redis.soon(context.summary(run))).worker.refused
     return file if file is not None and refused == tuple(file) else None
 
 
@@ -240,11 +239,13 @@ async def get_runs(context: Context, caller: Caller) -> Response:
 
 
 async def _listed(context: ServiceContext, runs: Sequence[str]) -> bytes:
+    memory = await memory_of(context.redis.client)
+
     async def line(run: str) -> dict[str, Any]:
         record, latest = context.run(run), context.registry.latest(run)
         facts = {"run": run, "created": record.created, "drafter": None if latest is None else latest.version}
         facts["state"] = read_state(context.layout, run).state
-        return facts | {"headline": to_jsonable_python(await read_headline(context, run))}
+        return facts | {"headline": to_jsonable_python(await read_headline(context, run, memory))}
 
     lines, damaged = await each_run(runs, line)
     for run, error in damaged.items():
@@ -331,7 +332,7 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
     await context.redis.check()
     latest = context.registry.latest(run)
     versions = context.registry.versions(run)
-    worker = await context.store(run).worker()
+    worker = (await context.summary(run)).worker
     standing = await read_standing(context, run)
     return (
         record.model_dump(exclude={"crc32"})
@@ -391,9 +392,8 @@ async def post_drift(
     context.run(run)
     check_open(context.layout, run)
     await context.redis.check()
-    store = context.store(run)
-    alarm = (await store.worker()).drift_alarm
-    return DriftRequest(run=run, action=action, alarm=alarm, request=await store.ask_of_drift(action))
+    alarm, request_id = (await context.summary(run)).worker.drift_alarm, await context.store(run).ask_of_drift(action)
+    return DriftRequest(run=run, action=action, alarm=alarm, request=request_id)
 
 
 @router.put(

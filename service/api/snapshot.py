@@ -47,8 +47,9 @@ from service.monitor.records import (
 from service.reading.deltas import Delta
 from service.reading.series import ScoredBatch, Series
 from service.settings import Settings
-from service.storage.ready import is_of_one_key, memory_of
-from service.storage.reports.store import NEWEST_REPORTS
+from service.storage.ready import Memory, is_of_one_key, memory_of
+from service.storage.reports.store import NEWEST_REPORTS, Changes
+from service.storage.reports.summary import Summary
 from service.storage.runs import read_state
 
 log = logging.getLogger("draftalign.api")
@@ -72,21 +73,23 @@ class RunView:
     delta: Delta | None
 
 
-async def read_now(context: ServiceContext, run: str) -> RunSnapshot:
-    """Read what is true of a run now. Only what has changed since the last call is read."""
-    bounded = await _read_bounded(context, run)
-    told = await context.quiet(run).read(bounded)
+async def read_now(context: ServiceContext, run: str, memory: Memory | None) -> RunSnapshot:
+    """Read what is true of a run now. Only what has changed since the last call is read. `memory`: of Redis."""
+    summary = await context.summary(run)
+    bounded = await _read_bounded(context, run, memory, summary)
+    told = await context.quiet(run).read(bounded, summary.changes)
     if told is not None:
         return replace(bounded, acceptances=told.acceptances, engine=told.engine)
-    async with _followed(context, run, bounded) as (snapshot, _):
+    async with _followed(context, run, bounded, summary.changes) as (snapshot, _):
         return snapshot
 
 
 async def read_followed(context: ServiceContext, run: str, since: str | None = None) -> RunView:
     """Read what is true of a run now, and its last attempt. `since`: a reader's cursor."""
-    bounded = await _read_bounded(context, run)
+    summary = await context.summary(run)
+    bounded = await _read_bounded(context, run, await memory_of(context.redis.client), summary)
     history = await asyncio.to_thread(context.registry.history.events, run)
-    async with _followed(context, run, replace(bounded, history=history)) as (snapshot, series):
+    async with _followed(context, run, replace(bounded, history=history), summary.changes) as (snapshot, series):
 
         def compare() -> RunView:
             chosen = series.attempts[-1]
@@ -101,11 +104,11 @@ async def read_followed(context: ServiceContext, run: str, since: str | None = N
 
 @asynccontextmanager
 async def _followed(
-    context: ServiceContext, run: str, bounded: RunSnapshot
+    context: ServiceContext, run: str, bounded: RunSnapshot, now: Changes
 ) -> AsyncIterator[tuple[RunSnapshot, Series]]:
     series = context.series(run)
     async with series.lock:
-        await series.refresh(bounded.watch.sick)
+        await series.refresh(bounded.watch.sick, now)
 
         def told() -> RunSnapshot:
             counted = replace(bounded, acceptances=series.acceptances)
@@ -118,7 +121,7 @@ async def read_snapshot(context: ServiceContext, run: str) -> RunSnapshot:
     """Read all of a run, with every score record, as an earlier attempt of the trainer needs it."""
     store = context.store(run)
     found = replace(
-        await _read_bounded(context, run),
+        await _read_bounded(context, run, await memory_of(context.redis.client), await context.summary(run)),
         scores=list((await store.scores()).values()),
         acceptances=await store.acceptances(),
         history=await asyncio.to_thread(context.registry.history.events, run),
@@ -132,43 +135,43 @@ async def read_snapshot(context: ServiceContext, run: str) -> RunSnapshot:
     return await asyncio.to_thread(told)
 
 
-async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
-    """Read the parts that do not grow with a run's age."""
-    queue = context.queue(run)
+async def _read_bounded(context: ServiceContext, run: str, memory: Memory | None, found: Summary) -> RunSnapshot:
+    """Read the parts that do not grow with a run's age. `memory`: of Redis. `found`: in it, just now."""
     served = context.pointer(run).served()
     latest = None if served is None else served.manifest
-    arrivals = await queue.arrivals()
-    now = time.time()
-    engines = await context.evidence(run).engines()
-    digest = await asyncio.to_thread(context.registry.history.digest, run)
-    counters = await queue.counters()
-    limit_bytes = await asyncio.to_thread(
-        context.disk.queue_limit_bytes, counters["bytes"], run, counters["dead_file_bytes"]
-    )
-    memory = await memory_of(context.redis.client)
-    return RunSnapshot(
-        scores=(await context.evidence(run).recent()).newest,
-        watch=engines.watch,
-        worth=engines.worth,
-        pushes=list(digest.pushed),
-        published=digest.published,
-        moves=digest.moves,
-        counters=counters,
-        # Rounded, so that answers stay equal for a while (304).
-        queue_limit_bytes=limit_bytes & -1 << max(0, limit_bytes.bit_length() - 6),
-        redis_fill=None if memory is None else round(memory.fill, 2),
-        worker=await context.store(run).worker(),
-        latest=None if latest is None else ServedDrafter(latest.version, latest.sequence, latest.created),
-        now=now,
-        api_began=context.lifetime.began,
-        dead_letters=await queue.dead_letters(RECENT_BATCHES),
-        oldest_queued=arrivals.oldest,
-        last_arrival=arrivals.last,
-        outdated=await queue.outdated(),
-        registered=context.run(run).created,
-        state=read_state(context.layout, run),
-        held=context.registry.held(run),
-    )
+    now, evidence, counters = time.time(), context.evidence(run), found.counters
+    engines, recent = await evidence.engines(found), await evidence.recent(found)
+    registered = context.run(run).created
+
+    def told() -> RunSnapshot:
+        digest = context.registry.history.digest(run)
+        limit_bytes = context.disk.queue_limit_bytes(counters["bytes"], run, counters["dead_file_bytes"])
+        return RunSnapshot(
+            scores=recent.newest,
+            watch=engines.watch,
+            worth=engines.worth,
+            pushes=list(digest.pushed),
+            published=digest.published,
+            moves=digest.moves,
+            counters=counters,
+            # Rounded, so that answers stay equal for a while (304).
+            queue_limit_bytes=limit_bytes & -1 << max(0, limit_bytes.bit_length() - 6),
+            redis_fill=None if memory is None else round(memory.fill, 2),
+            worker=found.worker,
+            latest=None if latest is None else ServedDrafter(latest.version, latest.sequence, latest.created),
+            now=now,
+            api_began=context.lifetime.began,
+            dead_letters=found.dead_letters,
+            last_report=found.last_report,
+            oldest_queued=found.oldest_queued,
+            last_arrival=found.last_arrival,
+            outdated=found.outdated,
+            registered=registered,
+            state=read_state(context.layout, run),
+            held=context.registry.held(run),
+        )
+
+    return await asyncio.to_thread(told)
 
 
 async def each_run(
@@ -192,26 +195,22 @@ async def each_run(
     return found, damaged
 
 
-async def read_headline(context: ServiceContext, run: str) -> Headline:
+async def read_headline(context: ServiceContext, run: str, memory: Memory | None) -> Headline:
     """Say how a run is. Called every 10 s for every run, it reads a bounded amount, however long a run lasts."""
-    snapshot = await _read_recent(context, run)
+    snapshot = await _read_recent(context, run, memory)
     return await asyncio.to_thread(lambda: headline(facts_of(snapshot, context.settings)))
 
 
-async def _read_recent(context: ServiceContext, run: str) -> RunSnapshot:
-    store = context.store(run)
-    bounded = await _read_bounded(context, run)
-    found = replace(
-        bounded,
-        acceptances=await store.newest_acceptances(bounded.now - ENGINE_SILENT_SECONDS),
-        last_report=await store.last_report(),
-    )
+async def _read_recent(context: ServiceContext, run: str, memory: Memory | None) -> RunSnapshot:
+    bounded = await _read_bounded(context, run, memory, await context.summary(run))
+    counts = await context.store(run).newest_acceptances(bounded.now - ENGINE_SILENT_SECONDS)
+    found = replace(bounded, acceptances=counts)
     return await asyncio.to_thread(lambda: found.with_engine(found.newest.attempt, found.newest.attempt.scores))
 
 
 async def read_standing(context: ServiceContext, run: str) -> dict[str, Any]:
     """The headline, and what a trainer logs: what became of the run's batches, α and headroom; null is not known."""
-    snapshot = await _read_recent(context, run)
+    snapshot = await _read_recent(context, run, await memory_of(context.redis.client))
     facts = await asyncio.to_thread(facts_of, snapshot, context.settings)
     counts, now, headroom = snapshot.counters, facts.current, snapshot.worker.headroom
     letters = snapshot.dead_letters
@@ -386,12 +385,13 @@ async def watch_headlines(context: ServiceContext) -> None:
         await asyncio.sleep(_WATCH_SECONDS)
         try:
             runs = await asyncio.to_thread(context.layout.run_names)
-        except OSError as error:
-            log.debug("the runs cannot be listed: %s", error)
+            memory = await memory_of(context.redis.client)
+        except (OSError, RedisError) as error:
+            log.debug("the runs cannot be read: %s", error)
             continue
         for run in runs:
             try:
-                found = await read_headline(context, run)
+                found = await read_headline(context, run, memory)
             except (RedisError, OSError, ServiceError, ValueError) as error:  # ValueError: a file that is no JSON
                 log.debug("run %s: its headline is not known: %s", run, error)
                 continue

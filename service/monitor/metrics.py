@@ -52,9 +52,9 @@ class RunSnapshot(KnownOfRun):
     `engine`: what engines have of a cause (`engine_change`); None: nothing is known. `returns`: signs that trainers
     went back. `counters`: the queue's (`items, bytes, accepted_total, duplicates_total, dead_total, rejected_total`).
     `queue_limit_bytes`: at which it is full. `redis_fill`: share of Redis' memory in use; None: it has no limit.
-    `latest`: None before the first publish. `dead_letters`: the newest ones. `last_report` (Unix seconds): for a
-    headline, which is made without the records of silent engines; None where these are included. `pushes`: when the
-    drafter was last pushed again, oldest first. `worth`: what acceptance is worth in time.
+    `latest`: None before the first publish. `dead_letters`: the newest ones. `last_report` (Unix seconds): of an engine
+    whose records may be left out. `pushes`: when the drafter was last pushed again, oldest first. `worth`: what
+    acceptance is worth in time.
     """
 
     scores: Sequence[ScoreRecord] = ()

@@ -18,7 +18,7 @@ from service.monitor.drift.cause import engine_change
 from service.monitor.metrics import RunSnapshot
 from service.monitor.records import AcceptanceRecord, DrafterSums, Estimate, ScoreRecord, read
 from service.reading.series import ScoredBatch, ServedSums, read_count
-from service.storage.reports.store import AsyncStore, Change
+from service.storage.reports.store import AsyncStore, Change, Changes
 
 #: Without a score and without a count for this time, a run is quiet.
 QUIET_SECONDS: Final = 3600.0
@@ -49,16 +49,19 @@ class Quiet:
         self._store, self._max_lag = store, max_lag
         self._kept: _Kept | None = None
 
-    async def read(self, snapshot: RunSnapshot) -> Told | None:
-        """Tell it, beside the rest of a snapshot; None where something happens: then `Series` is to be read."""
+    async def read(self, snapshot: RunSnapshot, newest: Changes) -> Told | None:
+        """Tell it, beside the rest of a snapshot; None where something happens: then `Series` is to be read.
+
+        `newest`: cursor and sizes when the snapshot was taken.
+        """
         sick, moved = frozenset(snapshot.watch.sick), snapshot.worker.drift_change is not None
         kept, self._kept = self._kept, None
-        if kept is not None and (kept.sick, kept.moved) == (sick, moved) and kept.scores is snapshot.scores:
-            found = await self._store.changes(kept.cursor)
-            if found is not None and not found.changed and found.sizes == kept.sizes:
+        if kept is not None and kept.scores is snapshot.scores:
+            beside = kept.cursor, kept.sizes, kept.sick, kept.moved
+            if beside == (newest.cursor, newest.sizes, sick, moved):
                 self._kept = kept
                 return kept.told
-        cursor = await self._store.newest_change()
+        cursor = newest.cursor
         last = int(cursor.partition("-")[0]) / 1000.0
         if snapshot.state.state != "archived" and snapshot.now - last < QUIET_SECONDS:
             return None

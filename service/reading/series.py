@@ -27,7 +27,7 @@ from service.monitor.counts import sound
 from service.monitor.records import AcceptanceRecord, Arrival, DrafterSums, Return, ScoreRecord, read
 from service.reading.deltas import Deltas
 from service.storage.reports.engine_counts import live_record
-from service.storage.reports.store import AsyncStore, Change
+from service.storage.reports.store import AsyncStore, Change, Changes
 
 #: Score records that are in memory at once, or those of one policy version where it has more.
 _AT_ONCE: Final = 256
@@ -140,9 +140,17 @@ class Series:
         """The points of the last attempt as JSON, by policy version in ascending order."""
         return {policy: text for policy, (text, _) in sorted(self._points.items())}
 
-    async def refresh(self, sick: Collection[tuple[str, str | None]] = ()) -> int:
-        """Catch up; returns how many policy versions were pooled. `sick`: whose counts are no evidence."""
-        await self._follow()
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return len(self._batches), self._counts.reports()
+
+    async def refresh(self, sick: Collection[tuple[str, str | None]] = (), newest: Changes | None = None) -> int:
+        """Catch up; returns how many policy versions were pooled. `sick`: whose counts are no evidence.
+
+        `newest`: cursor and sizes a moment ago: where they are those that are known, nothing is asked.
+        """
+        if newest is None or (newest.cursor, newest.sizes) != (self._cursor, self._sizes):
+            await self._follow()
         if self._sick != (now := frozenset(sick)):
             other, self._sick = self._sick ^ now, now
             known = self._counts.all()
@@ -168,7 +176,7 @@ class Series:
             if moved:
                 await asyncio.to_thread(self._order, await self._store.returns())
             self._cursor = found.cursor  # only now: what failed in between is followed again
-            if found.sizes == (len(self._batches), self._counts.reports()):
+            if found.sizes == self._sizes:
                 return
         await self._read_all()
 

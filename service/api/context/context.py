@@ -39,6 +39,7 @@ from service.storage.ready import PROBE_SECONDS, WriteTest, asked_of, memory_of
 from service.storage.registry import Registry
 from service.storage.reports.drafting import settings_of
 from service.storage.reports.store import AsyncStore
+from service.storage.reports.summary import Summary, summary_of
 from service.storage.runs import RunRecord, delete_run, load_run, sweep_deleted
 
 log = logging.getLogger("draftalign.api")
@@ -227,6 +228,10 @@ class ServiceContext:
     def store(self, run: str) -> AsyncStore:
         """The store of a run."""
         return AsyncStore(self.redis.client, run, self.settings.max_reporters)
+
+    async def summary(self, run: str) -> Summary:
+        """What Redis has of a run, but for scores and engines' counts."""
+        return await summary_of(self.redis.client, run)
 
     async def locking(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         """Run in a thread some work that takes the lock of a run's registry or history.

@@ -26,6 +26,7 @@ from service.reading.shared import Shared
 from service.storage.reports.drafting import Drafting
 from service.storage.reports.engine_counts import Account
 from service.storage.reports.store import AsyncStore
+from service.storage.reports.summary import Summary
 
 log = logging.getLogger("draftalign.api")
 
@@ -93,8 +94,13 @@ class Evidence:
         """Whether what the engines say was computed."""
         return self._engines is not None
 
-    async def recent(self) -> Recent:
-        """Scores of the batches that arrived last, and replay α by them; read again where another was scored."""
+    async def recent(self, summary: Summary | None = None) -> Recent:
+        """Scores of the batches that arrived last, and replay α by them; read again where another was scored.
+
+        `summary`: of the run, read just now, which tells it; None: the store is asked.
+        """
+        if summary is not None and self._recent is not None and self._recent.times == summary.times_scored:
+            return self._recent
         return await self._answers.get(self, self._read_recent)
 
     async def _read_recent(self) -> Recent:
@@ -110,16 +116,18 @@ class Evidence:
         self._recent = await asyncio.to_thread(lambda: Recent.of(times, records, newest, returns))
         return self._recent
 
-    async def engines(self, *, fresh: bool = False) -> Engines:
+    async def engines(self, summary: Summary | None = None, *, fresh: bool = False) -> Engines:
         """What the engines say, or said: computing it for all runs takes at most a fifth of a core.
 
-        `fresh`: what they say now.
+        `summary`: as of `recent`. `fresh`: what they say now.
         """
+        if summary is not None and (summary.last_report or 0.0) < time.time() - EVIDENCE_SECONDS:
+            return Engines(Watch(), Worth())
         known = self._engines
         if not fresh and known is not None and time.monotonic() - known[0] < _REST * known[1] * self._runs():
             return known[2]
         if fresh or self._computing is None or self._computing.done():
-            self._computing = asyncio.create_task(self._compute())
+            self._computing = asyncio.create_task(self._compute(summary))
         return await asyncio.shield(self._computing)
 
     async def all_draft(self, drafting: Drafting) -> bool:
@@ -133,10 +141,10 @@ class Evidence:
         self._unlike = now
         return False
 
-    async def _compute(self) -> Engines:
+    async def _compute(self, summary: Summary | None) -> Engines:
         rule = self._rule()
         found = await self._store.engines(time.time() - EVIDENCE_SECONDS)
-        replays = (await self.recent()).replays
+        replays = (await self.recent(summary)).replays
         served = self._pointer.served()
         survival = [] if served is None else replays.survival(served.manifest.version)
 

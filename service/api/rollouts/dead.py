@@ -47,7 +47,7 @@ async def get_dead(
     return DeadPage(
         run=run,
         total=await letters.total(),
-        file_bytes=(await context.queue(run).counters())["dead_file_bytes"],
+        file_bytes=await context.queue(run).dead_file_bytes(),
         dead=[told(one) for one in found],
         older=found[-1].letter_id if len(found) == count else None,
     )

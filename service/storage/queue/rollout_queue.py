@@ -20,10 +20,8 @@ from redis.exceptions import ResponseError
 
 from service.storage.queue.keys import (
     ENDED_SECONDS,
-    GOES_ON_SECONDS,
     GROUP,
     OUTDATED_KEPT_SECONDS,
-    OUTDATED_SECONDS,
     REMEMBERED_BYTES,
     Keys,
     lua,
@@ -43,13 +41,6 @@ HELD: Final = ("items", "bytes", "rollouts", "accepted_total", "put_back_total",
 #: up to 8 ms, with batches of 2,000 rollouts.
 _SHORTENED_AT_ONCE: Final = 64
 _SHORTENED_BYTES: Final = 512 * 1024
-
-
-class Arrivals(NamedTuple):
-    """Arrival of the oldest batch that has not ended, and of the newest batch of all; Unix seconds."""
-
-    oldest: float | None
-    last: float | None
 
 
 class Depth(NamedTuple):
@@ -160,29 +151,6 @@ class AsyncRolloutQueue:
         """Bytes of the files of dead batches that are kept."""
         return int(await self._redis.hget(self._keys.counters, "dead_file_bytes") or 0)
 
-    async def arrivals(self) -> Arrivals:
-        """When batches arrived, by the clock of Redis."""
-        try:
-            stream = await self._redis.xinfo_stream(self._keys.queue)
-        except ResponseError:  # there is no stream: Redis was emptied
-            return Arrivals(None, None)
-        first = stream["first-entry"]
-        newest = (await self._held())["newest"]  # not what was put back
-        return Arrivals(None if first is None else _seconds(first[0]), _seconds(newest or stream["last-generated-id"]))
-
-    async def outdated(self) -> bool:
-        """Whether a session of an earlier attempt goes on sending, and has sent of late: its batches are skipped."""
-        told = await self._redis.get(self._keys.outdated)
-        times = [(int(first), int(last)) for first, last, _ in map(str.split, text(told or b"").splitlines())]
-        if not times:
-            return False
-        now = times[0][1] + OUTDATED_KEPT_SECONDS - await self._redis.ttl(self._keys.outdated)
-        return any(last - first >= GOES_ON_SECONDS and now - last < OUTDATED_SECONDS for first, last in times)
-
-    async def dead_letters(self, count: int) -> list[dict[str, str]]:
-        """The newest dead letters, newest first."""
-        return [strings(fields) for _, fields in await self._redis.xrevrange(self._keys.dead, count=count)]
-
     async def count_rejected(self) -> None:
         """Count an upload that was refused before its body was read."""
         await self._redis.hincrby(self._keys.counters, "rejected_total", 1)
@@ -228,13 +196,6 @@ class AsyncRolloutQueue:
         value = await self._redis.get(self._keys.rollout(rollout_id))
         return None if value is None else text(value)
 
-    async def counters(self) -> dict[str, int]:
-        """All counters at one moment; 0 where nothing was counted yet."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hmget(self._keys.counters, *COUNTERS)
-            pipe.get(self._keys.held)
-            return counts(*await pipe.execute())
-
     async def _held(self) -> dict[str, Any]:
         """Values of `HELD`."""
         return parts(await self._redis.get(self._keys.held))
@@ -263,9 +224,3 @@ def fair_bound(held: Sequence[int], most: int) -> int:
             return share
         left -= one
     return most
-
-
-def _seconds(entry_id: object) -> float | None:
-    """Arrival of a stream's entry: its id begins with Unix milliseconds. None for 0-0, before the first."""
-    milliseconds = int(text(entry_id).partition("-")[0])
-    return milliseconds / 1000.0 if milliseconds else None

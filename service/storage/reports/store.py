@@ -298,20 +298,6 @@ class AsyncStore:
         found = await self._redis.hmget(self._keys.acceptance, names) if names else []
         return _known(AcceptanceRecord, found)
 
-    async def last_report(self) -> float | None:
-        """When an engine reported last, in Unix seconds."""
-        newest = await self._redis.zrange(self._keys.reported, -1, -1, withscores=True)
-        return float(newest[0][1]) if newest else None
-
-    async def worker(self) -> WorkerGauges:
-        """The worker's gauges, its `heartbeat` by this host's clock; unknown before its first sign of life."""
-        now, found = _of_worker(await self._redis.eval(_WORKER, 1, self._keys.worker))
-        gauges = _gauges(found)
-        if gauges.heartbeat is None:
-            return gauges
-        ahead = round(time.time() - now)  # whole seconds: one sign of life has one time, whenever it is read
-        return gauges.model_copy(update={"heartbeat": gauges.heartbeat + ahead})
-
     async def ask_of_drift(self, action: str) -> str:
         """Ask the worker to do something with the drift alarm; returns the request's id.
 
@@ -465,8 +451,3 @@ def _of_worker(found: Sequence[Any]) -> tuple[float, dict[str, str]]:
     (seconds, microseconds), fields = found
     texts = [_text(field) for field in fields]
     return int(seconds) + int(microseconds) / 1e6, dict(zip(texts[::2], texts[1::2], strict=True))
-
-
-def _gauges(table: Mapping[Any, Any]) -> WorkerGauges:
-    values = ",".join(f"{json.dumps(_text(name))}:{_text(value)}" for name, value in table.items())
-    return read(WorkerGauges, f"{{{values}}}") or WorkerGauges()

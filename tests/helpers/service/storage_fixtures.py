@@ -9,6 +9,7 @@ from service.storage.queue import deliveries
 from service.storage.queue.keys import strings
 from service.storage.queue.rollout_queue import COUNTERS, counts
 from service.storage.reports import store as reports
+from service.storage.reports.summary import gauges
 
 
 class Depth(NamedTuple):
@@ -52,7 +53,7 @@ class Store(reports.Store):
 
     def worker(self) -> WorkerGauges:
         """The worker's gauges; unknown before its first sign of life."""
-        return reports._gauges(self._redis.hgetall(self._keys.worker))
+        return gauges(strings(self._redis.hgetall(self._keys.worker)))
 
     def latest_head(self) -> int | None:
         """Highest policy version whose head was received."""

@@ -30,6 +30,7 @@ from service.monitor.records import AcceptanceRecord
 from service.settings import Settings
 from service.storage.history.events import History
 from service.storage.queue.keys import Keys
+from service.storage.ready import Memory
 from service.storage.reports.store import RECENT_SCORES, AsyncStore
 
 NOW = 5000.0
@@ -175,11 +176,11 @@ def test_a_run_whose_headline_fails_is_told_of_once_and_hides_no_other(
 ) -> None:
     real, looked = service.api.snapshot.read_headline, Counter[str]()
 
-    async def read(context: ServiceContext, run: str) -> Headline:
+    async def read(context: ServiceContext, run: str, memory: Memory | None) -> Headline:
         looked[run] += 1
         if run == "broken":
             raise KeyError("nobody foresaw it") if looked[run] < 3 else TypeError("nor this")
-        return await real(context, run)
+        return await real(context, run, memory)
 
     monkeypatch.setattr(service.api.snapshot, "_WATCH_SECONDS", 0.05)
     monkeypatch.setattr(service.api.snapshot, "read_headline", read)

@@ -33,6 +33,7 @@ from service.storage.layout import Layout
 from service.storage.queue.keys import Keys
 from service.storage.registry import Registry
 from service.storage.reports.store import AsyncStore
+from service.storage.reports.summary import summary_of
 
 RECORDED = Path(__file__).with_name("recorded")
 
@@ -59,7 +60,7 @@ def test_what_is_stored_reads_as_it_did(redis_url: str, redis_client: Redis, tmp
             "history": Registry(layout).history.events("default"),
             "moves": Registry(layout).history.digest("default").moves,
             "counters": {"items": 2, "bytes": 4096, "accepted_total": 47, "duplicates_total": 0},
-            "worker": await store.worker(),
+            "worker": (await summary_of(client, "default")).worker,
             "latest": ServedDrafter("v000003-0a1b2c3d", 6, 99.5),
             "dead_letters": [
                 {"entry_id": "1345000-0", "reason": "blob_missing"},

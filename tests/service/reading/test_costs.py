@@ -27,21 +27,23 @@ from redis import Redis
 
 from service.api.auth import _BEGIN_AT_ONCE, Throttle
 from service.api.context.context import ServiceContext
-from service.api.snapshot import read_followed, read_headline
+from service.api.snapshot import read_followed, read_headline, read_now
 from service.monitor.events import Refused
 from service.monitor.headline import Headline
 from service.monitor.metrics import RunSnapshot
 from service.monitor.records import RunState, written
 from service.reading.pointer import Pointer
-from service.reading.quiet import Quiet
+from service.reading.quiet import Quiet, Told
 from service.reading.series import Series
 from service.reading.shared import Shared
 from service.storage.drafters.versions import Manifest
 from service.storage.history.lines import Followed, LineFile
 from service.storage.layout import Layout
 from service.storage.queue.keys import Keys
+from service.storage.ready import Memory
 from service.storage.registry import Registry
 from service.storage.reports.store import AsyncStore
+from service.storage.reports.summary import summary_of
 from service.storage.runs import change_state
 
 
@@ -209,21 +211,72 @@ def test_a_quiet_run_is_read_again_when_a_record_of_it_changes(redis_url: str, r
         client = redis.asyncio.Redis.from_url(redis_url)
         try:
             quiet, now = Quiet(AsyncStore(client, "default"), None), time.time()
-            assert await quiet.read(RunSnapshot(now=now)) is None, "something has just happened"
+
+            async def read(snapshot: RunSnapshot) -> Told | None:
+                return await quiet.read(snapshot, (await summary_of(client, "default")).changes)
+
+            assert await read(RunSnapshot(now=now)) is None, "something has just happened"
             archived = RunSnapshot(now=now, state=RunState("archived"))
             in_two_hours = RunSnapshot(now=now + 7200)
-            told = await quiet.read(in_two_hours)
+            told = await read(in_two_hours)
             assert told is not None
-            assert await quiet.read(in_two_hours) is told
-            assert await quiet.read(archived) is told
+            assert await read(in_two_hours) is told
+            assert await read(archived) is told
             redis_client.hdel(keys.scores, f"{3:032x}")  # as a worker shortens them
-            later = await quiet.read(in_two_hours)
+            later = await read(in_two_hours)
             assert later is not None
             assert later is not told
             worker.put_score(f"{24:032x}", score(scored(24)))
-            assert await quiet.read(RunSnapshot(now=now)) is None
+            assert await read(RunSnapshot(now=now)) is None
         finally:
             await client.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("state", ["active", "archived"])
+def test_of_a_run_in_which_nothing_changed_redis_is_asked_once(
+    state: Any, service: RunningService, redis_url: str, redis_client: Redis
+) -> None:
+    """However much there is of it: a scrape asks for each run. What any process changes is seen at the next look."""
+    worker, sent = Store(redis_client, "default"), 0
+    for number in range(16):
+        worker.put_score(f"{number:032x}", score(scored(number)))
+    service.publish()
+    change_state(service.layout, "default", state, "wanted so")
+
+    async def main() -> None:
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            pool: Any = client.connection_pool
+
+            class Counted(pool.connection_class):  # type: ignore[misc]
+                async def send_packed_command(self, *args: Any, **options: Any) -> None:
+                    nonlocal sent
+                    sent += 1
+                    await super().send_packed_command(*args, **options)
+
+            pool.connection_class = Counted
+            context = ServiceContext(service.settings, client)
+
+            async def asked() -> tuple[int, RunSnapshot]:
+                before = sent
+                found = await read_now(context, "default", None)
+                return sent - before, found
+
+            await asked()
+            times, first = await asked()
+            assert (times, len(first.scores)) == (1, 16)
+            worker.put_score(f"{16:032x}", score(scored(16)))
+            worker.set_worker(gauges({"action": "training"}))
+            counted = {"reporter": "r", "policy_version": 2, "rounds": 7, "accepted_tokens": 9, "drafted_tokens": 28}
+            counted |= {"method": "drafter", "drafter_version": "v000001-aaaaaaaa", "created": time.time()}
+            await context.store("default").book(acceptance(counted))
+            times, later = await asked()
+            assert times > 1
+            assert (len(later.scores), later.worker.action) == (17, "training")
+            assert [record.rounds for record in later.acceptances] == [7]
+            assert [engine.reporter for engine in later.watch.engines] == ["r"]
+            context.close()
 
     asyncio.run(main())
 
@@ -306,10 +359,10 @@ def test_many_who_list_the_runs_at_once_share_two_answers(
     asked, wake = list[str](), threading.Event()
     plain = read_headline
 
-    async def slow(context: ServiceContext, run: str) -> Headline:
+    async def slow(context: ServiceContext, run: str, memory: Memory | None) -> Headline:
         asked.append(run)
         await asyncio.to_thread(wake.wait, 20)
-        return await plain(context, run)
+        return await plain(context, run, memory)
 
     monkeypatch.setattr("service.api.runs.read_headline", slow)
     answers = service.server._context.answers

@@ -31,7 +31,7 @@ from service.reading.series import Series
 from service.settings import Settings
 from service.storage.queue.keys import Keys
 from service.storage.registry import Registry
-from service.storage.reports import store
+from service.storage.reports import summary
 from service.storage.reports.store import AsyncStore
 
 KEYS = Keys("default")
@@ -180,8 +180,10 @@ def test_what_engines_have_of_a_cause_is_reckoned_beside_the_event_loop(
         monkeypatch.setattr(quiet, "QUIET_SECONDS", math.inf)
         publish(Registry(context.layout))
         try:
-            for read in (read_now, read_followed, read_snapshot, read_headline):
+            for read in (read_followed, read_snapshot):
                 await read(context, "default")
+            for read_beside in (read_now, read_headline):
+                await read_beside(context, "default", None)
         finally:
             await client.aclose()
 
@@ -205,8 +207,7 @@ def test_the_answers_equal_those_computed_from_all_records(
         monkeypatch.setattr(time, "time", lambda: world.now)
         monkeypatch.setattr("service.storage.history.events._HISTORY_BYTES", 300)
         monkeypatch.setattr("service.api.context.context._UNASKED_SECONDS", -1.0)
-        read = store._of_worker
-        monkeypatch.setattr(store, "_of_worker", lambda found: (world.now, read(found)[1]))  # and the clock of Redis
+        monkeypatch.setattr(summary, "_worker", lambda fields, **_: summary.gauges(fields))  # and the clock of Redis
         publish(world.registry)
 
         trimmed: dict[ServiceContext, int] = {}
@@ -237,9 +238,9 @@ def test_the_answers_equal_those_computed_from_all_records(
                 moves.add(read_event(event.written))
             assert whole.moves == moves
             monkeypatch.setattr(quiet, "QUIET_SECONDS", -math.inf)
-            of_quiet = await read_now(context, "default")
+            of_quiet = await read_now(context, "default", None)
             monkeypatch.setattr(quiet, "QUIET_SECONDS", math.inf)
-            scraped = await read_now(context, "default")
+            scraped = await read_now(context, "default", None)
             assert len(of_quiet.acceptances) <= len(scraped.acceptances)
             assert of_quiet.current == whole.current
             for snapshot in (followed.snapshot, scraped, of_quiet):

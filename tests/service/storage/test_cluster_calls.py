@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from service.storage.queue.lease import give_back, take_from_workers
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch, Enqueued
 from service.storage.ready import connect, connect_async
 from service.storage.reports.store import AsyncStore, Store
+from service.storage.reports.summary import Summary, summary_of
 
 SCRIPTS = {path.stem for path in (Path(service.storage.__file__).parent / "lua").glob("*.lua")}
 CLASSES = (RolloutQueue, AsyncRolloutQueue, DeadLetters, Store, AsyncStore)
@@ -95,10 +97,11 @@ def test_every_script_and_every_public_method_runs_on_a_cluster(tmp_path: Path) 
             async with connect_async(servers.url) as of_api:
                 Spied(of_api, ran, texts)
                 asynchronous = AsyncRolloutQueue(of_api, run, 3_000, 9)
+                read = functools.partial(summary_of, of_api, run)
                 worker, dead = RolloutQueue(client, run, 3_000), DeadLetters(of_api, asynchronous)
-                await rollouts_live(*(Noted(each, called) for each in (worker, asynchronous, dead)))
-                await reports_live(Noted(Store(client, run), called), Noted(AsyncStore(of_api, run, 1), called))
-                await sessions_live(Noted(asynchronous, called), Noted(AsyncStore(of_api, run), called))
+                await rollouts_live(read, *(Noted(each, called) for each in (worker, asynchronous, dead)))
+                await reports_live(Noted(Store(client, run), called), Noted(AsyncStore(of_api, run, 1), called), read)
+                await sessions_live(Noted(asynchronous, called), Noted(AsyncStore(of_api, run), called), read)
                 assert await take_from_workers(of_api, run)
                 await give_back(of_api, run)
             assert not list(client.scan_iter(match=f"da:{{{run}}}:*"))
@@ -111,12 +114,13 @@ def test_every_script_and_every_public_method_runs_on_a_cluster(tmp_path: Path) 
     assert sorted(public_methods(CLASSES) - called) == []
 
 
-async def rollouts_live(worker: Any, api: Any, dead: Any) -> None:
+async def rollouts_live(summary: Callable[[], Awaitable[Summary]], worker: Any, api: Any, dead: Any) -> None:
     """Batches of one run come, end in every way, die, are put back and are forgotten."""
     bounds: dict[str, Any] = {"max_items": 3, "max_bytes": 1000}
     worker.ensure_group()
     await api.ensure_group()
-    assert (await api.arrivals()).oldest is None
+    nothing = await summary()
+    assert (nothing.oldest_queued, nothing.last_arrival, nothing.dead_letters) == (None, None, [])
     assert (await api.enqueue(make_batch(1), **bounds)).outcome == "accepted"
     assert (await api.enqueue(make_batch(1), **bounds)).outcome == "duplicate"
     assert (await api.enqueue(make_batch(2, "1a", "2b"), **bounds)).known == 1
@@ -131,7 +135,9 @@ async def rollouts_live(worker: Any, api: Any, dead: Any) -> None:
     assert tuple(await api.depth()) == (3, 300, 6)
     assert await api.dead_file_bytes() == 0
     assert await api.batch_of("1a") == make_batch(1).batch_id
-    assert (await api.arrivals()).oldest is not None
+    found = await summary()
+    assert (found.counters["items"], found.counters["bytes"], found.counters["rejected_total"]) == (3, 300, 2)
+    assert time.time() - HOUR < (found.oldest_queued or 0) <= (found.last_arrival or 0)
     assert worker.newest_policy() == 4
     assert [entry.policy_version for entry in worker.unfinished()][-1:] == [4]
     assert not worker.was_refused(), "since it was asked last"
@@ -148,7 +154,7 @@ async def rollouts_live(worker: Any, api: Any, dead: Any) -> None:
     assert worker.ack(first)
     assert worker.dead_letter(second, "reason 2")
     assert worker.dead_letter(third, "reason 3")
-    died = [letter["reason"] for letter in await api.dead_letters(9)]
+    died = [letter["reason"] for letter in (await summary()).dead_letters]
     assert (died, await dead.total(), len(await dead.page(9))) == (["reason 3", "reason 2"], 2, 2)
     known = await api.batch(third.batch_id)
     assert (await dead.put_back(third.batch_id, known, **bounds)).outcome == "accepted"
@@ -162,17 +168,17 @@ async def rollouts_live(worker: Any, api: Any, dead: Any) -> None:
     assert worker.dead_letter(sixth, "the last")
     assert worker.sweep_dead(older_than_seconds=-HOUR, max_bytes=1000) == [sixth.blob]
     assert await api.batch(first.batch_id) is None, "forgotten: so much is not remembered"
-    counts = await api.counters()
+    counts = (await summary()).counters
     assert (counts["items"], counts["accepted_total"], counts["dead_total"], counts["put_back_total"]) == (0, 5, 4, 1)
 
 
-async def reports_live(worker: Any, api: Any) -> None:
+async def reports_live(worker: Any, api: Any, summary: Callable[[], Awaitable[Summary]]) -> None:
     """Scores, engines' counts and requests of one run, and its end."""
     assert await api.newest_change() == "0-0"
     assert worker.put_score("b1", ScoreRecord(batch_id="b1", policy_version=1))
     assert list(worker.scores()) == list(await api.scores()) == list(await api.recent_scores()) == ["b1"]
     assert worker.recent_scores() == list(worker.scores().values())
-    assert await api.times_scored() == 1
+    assert await api.times_scored() == (await summary()).times_scored == 1
     assert len(await api.scores_of(["b1", "b2"])) == 1
     seen = await api.newest_change()
     long_ago = time.time() - 2 * HOUR
@@ -181,12 +187,13 @@ async def reports_live(worker: Any, api: Any) -> None:
     await api.book(AcceptanceRecord(reporter="new", policy_version=2, rounds=5, emitted_tokens=8, created=time.time()))
     changes = await api.changes(seen)
     assert {kind for kind, _, _ in changes.changed} == {"a", "l"}, "the silent one's rounds are in a live sum"
+    assert (await summary()).changes == changes._replace(changed=[])
     assert await api.changes("1-1") is None, "of no change that is kept"
     assert {kind async for piece in api.all_records() for kind, _, _ in piece} == {"s", "a", "l"}
     assert {record.reporter for record in await api.acceptances()} == {"new", None}
     assert [record.rounds for record in await api.newest_acceptances(0.0)] == [5]
     assert list(await api.engines(0.0)) == ["new"]
-    assert await api.last_report() > long_ago + HOUR
+    assert ((await summary()).last_report or 0) > long_ago + HOUR
     assert worker.watch({name: account for name, (_, account) in worker.accounts(0.0).items()}, LiveRule()) is not None
 
     worker.set_worker(gauges({"action": "training", "refused": [1, 2]}))
@@ -196,7 +203,7 @@ async def reports_live(worker: Any, api: Any) -> None:
     worker.end("opening")
     worker.forget_refusal()
     await api.forget_refusal()
-    assert (await api.worker()).action == "training"
+    assert (await summary()).worker.action == "training"
     asked = await api.ask_of_drift("reset")
     assert worker.drift_requests() == {"reset": asked}
     for number in (3, 2):
@@ -215,7 +222,7 @@ async def reports_live(worker: Any, api: Any) -> None:
     assert await api.forget() == 1, "the number"
 
 
-async def sessions_live(api: Any, store: Any) -> None:
+async def sessions_live(api: Any, store: Any, summary: Callable[[], Awaitable[Summary]]) -> None:
     """A trainer starts twice, its first start sends something late, and the second one goes back."""
     first, second = "1" * 32, "2" * 32
 
@@ -225,12 +232,12 @@ async def sessions_live(api: Any, store: Any) -> None:
         return outcome
 
     assert await outcome(1, first) == "accepted"
-    assert not await api.outdated()
+    assert not (await summary()).outdated
     await store.note_registration(0, second)
     assert [await outcome(2, second), await outcome(3, first), await outcome(4, second)] == [
         *("accepted", "outdated", "accepted")
     ]
-    assert not await api.outdated(), "one file that is late"
+    assert not (await summary()).outdated, "one file that is late"
     assert [await store.was_followed(session) for session in (first, second, "3" * 32, "")] == [
         True,
         False,

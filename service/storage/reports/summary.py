@@ -1,0 +1,116 @@
+"""What Redis has of a run that does not grow with the run's age, read in one step.
+
+Every look needs it, a scrape of `/metrics` that of all runs. Asked for one by one its parts took ten round trips.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from service.monitor.headline import RECENT_BATCHES
+from service.monitor.records import WorkerGauges, read
+from service.storage.queue.keys import GOES_ON_SECONDS, OUTDATED_KEPT_SECONDS, OUTDATED_SECONDS, Keys
+from service.storage.queue.rollout_queue import COUNTERS, counts, parts
+from service.storage.reports.store import Changes
+
+#: All in one string: to ask for a part more costs a client more than it costs this script. Redis 6.2 commands only.
+#: KEYS: queue, held, counters, outdated, dead, worker, scored, reported, changes, scores, acceptance.
+#: ARGV: dead letters wanted, names of counters. The JSON has false for what is not there; fields of a hash or an entry
+#: are a list of names and values, and an empty list is {}.
+_SUMMARY: Final = """
+local stream, first, last = redis.pcall('XINFO', 'STREAM', KEYS[1]), false, false
+for i = 1, #stream, 2 do -- none in an error: there is no queue
+  if stream[i] == 'first-entry' and stream[i + 1] then first = stream[i + 1][1] end
+  if stream[i] == 'last-generated-id' then last = stream[i + 1] end
+end
+return cjson.encode({
+  redis.call('TIME'), first, last, redis.call('GET', KEYS[2]), redis.call('HMGET', KEYS[3], unpack(ARGV, 2)),
+  redis.call('GET', KEYS[4]), redis.call('TTL', KEYS[4]), redis.call('XREVRANGE', KEYS[5], '+', '-', 'COUNT', ARGV[1]),
+  redis.call('HGETALL', KEYS[6]), redis.call('GET', KEYS[7]),
+  redis.call('ZRANGE', KEYS[8], -1, -1, 'WITHSCORES')[2] or false,
+  (redis.call('XREVRANGE', KEYS[9], '+', '-', 'COUNT', 1)[1] or { '0-0' })[1], redis.call('HLEN', KEYS[10]),
+  redis.call('HLEN', KEYS[11]),
+})
+"""
+
+
+class Summary(NamedTuple):
+    """Of one moment.
+
+    `counters`: all `COUNTERS`; 0 where nothing was counted yet. `oldest_queued`: arrival of the oldest batch that has
+    not ended, `last_arrival`: of the newest batch of all; Unix seconds by the clock of Redis. `outdated`: whether a
+    session of an earlier attempt goes on sending, and has sent of late: its batches are skipped. `dead_letters`: the
+    newest `RECENT_BATCHES`, newest first. `worker`: its gauges, its `heartbeat` by this host's clock; unknown before
+    its first sign of life. `times_scored`: how often a batch was scored. `last_report`: when an engine reported last,
+    in Unix seconds. `changes`: up to now, none of them named.
+    """
+
+    counters: dict[str, int]
+    oldest_queued: float | None
+    last_arrival: float | None
+    outdated: bool
+    dead_letters: list[dict[str, str]]
+    worker: WorkerGauges
+    times_scored: int
+    last_report: float | None
+    changes: Changes
+
+
+async def summary_of(redis: Any, run: str) -> Summary:
+    """Read it by an asyncio client."""
+    of = Keys(run)
+    keys = [of.queue, of.held, of.counters, of.outdated, of.dead, of.worker, of.scored, of.reported]
+    keys += [of.changes, of.scores, of.acceptance]
+    found = json.loads(await redis.eval(_SUMMARY, len(keys), *keys, RECENT_BATCHES, *COUNTERS))
+    clock, first, last, held, values, outdated, kept_seconds, letters, worker, scored, report, *changes = found
+    newest = last and (parts(held or None)["newest"] or last)  # not what was put back
+    return Summary(
+        counters=counts(values, held or None),
+        oldest_queued=_arrival(first),
+        last_arrival=_arrival(newest),
+        outdated=_goes_on(outdated or "", kept_seconds),
+        dead_letters=[_named(fields) for _, fields in letters],
+        worker=_worker(_named(worker), ahead=time.time() - (int(clock[0]) + int(clock[1]) / 1e6)),
+        times_scored=int(scored or 0),
+        last_report=float(report) if report else None,
+        changes=Changes(changes[0], (changes[1], changes[2]), []),
+    )
+
+
+def gauges(fields: Mapping[str, str]) -> WorkerGauges:
+    """The worker's gauges, its `heartbeat` by the clock of Redis."""
+    values = ",".join(f"{json.dumps(name)}:{value}" for name, value in fields.items())
+    return read(WorkerGauges, f"{{{values}}}") or WorkerGauges()
+
+
+def _worker(fields: Mapping[str, str], ahead: float) -> WorkerGauges:
+    """`ahead`: seconds of this host's clock before that of Redis."""
+    found = gauges(fields)
+    if found.heartbeat is None:
+        return found
+    # Whole seconds: one sign of life has one time, whenever it is read.
+    return found.model_copy(update={"heartbeat": found.heartbeat + round(ahead)})
+
+
+def _goes_on(told: str, kept_seconds: int) -> bool:
+    """`told`: when the first and the last file of each session came, in Unix seconds. `kept_seconds`: the key's TTL."""
+    times = [(int(first), int(last)) for first, last, _ in map(str.split, told.splitlines())]
+    if not times:
+        return False
+    now = times[0][1] + OUTDATED_KEPT_SECONDS - kept_seconds
+    return any(last - first >= GOES_ON_SECONDS and now - last < OUTDATED_SECONDS for first, last in times)
+
+
+def _named(flat: Sequence[str]) -> dict[str, str]:
+    """Fields from a list of names and values."""
+    each = iter(flat)
+    return dict(zip(each, each, strict=True))
+
+
+def _arrival(entry_id: str | bool) -> float | None:
+    """Of a stream's entry: its id begins with Unix milliseconds. None for 0-0, before the first, and for no entry."""
+    milliseconds = int(str(entry_id or 0).partition("-")[0])
+    return milliseconds / 1000.0 if milliseconds else None
