@@ -10,7 +10,6 @@ from typing import Annotated, Final, Literal, Self
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import to_json
 
 from rl_hooks.wire import COUNTED_DIGITS, COUNTED_PROMPTS
 from service.api.auth import Caller, check_covers
@@ -19,7 +18,7 @@ from service.api.context.audited import audit, audit_now
 from service.api.context.context import Context, RunQuery, ServiceContext
 from service.api.drafters import tagged
 from service.api.problems import Problem
-from service.api.snapshot import read_followed, read_snapshot, run_document, run_text
+from service.api.snapshot import read_attempt, read_followed, run_text
 from service.api.uploads import json_body, parse_body
 from service.errors import LatestMoved, RegistryBusy, ServiceError
 from service.monitor.events import CanaryVerdict
@@ -327,6 +326,4 @@ async def _last_attempt(context: ServiceContext, run: str, since: str | None) ->
 
 
 async def _attempt(context: ServiceContext, run: str, attempt: int) -> bytes:
-    snapshot = await read_snapshot(context, run)
-    document = await asyncio.to_thread(run_document, run, snapshot, context.settings_of(run), attempt)
-    return await asyncio.to_thread(to_json, document, inf_nan_mode="null")
+    return await asyncio.to_thread(run_text, run, await read_attempt(context, run, attempt), context.settings_of(run))
