@@ -294,7 +294,8 @@ def test_those_who_ask_meanwhile_share_one_answer_that_was_begun_after_they_aske
         await asyncio.sleep(0)
         begun[1].set()
         assert await asyncio.gather(*others) == [2] * 5, "not what was begun before they asked"
-        assert not shared._asked, "nothing is kept"
+        assert not shared._running, "nothing is kept"
+        assert not shared._next
 
     asyncio.run(main())
 
@@ -312,10 +313,16 @@ def test_many_who_list_the_runs_at_once_share_two_answers(
         return await plain(context, run)
 
     monkeypatch.setattr("service.api.runs.read_headline", slow)
-    answers = service.server._context.answers
+    arrived, share = list[object](), Shared.get
+
+    async def counted(self: Shared, *of_what: Any) -> Any:
+        arrived.append(of_what)
+        return await share(self, *of_what)
+
+    monkeypatch.setattr(Shared, "get", counted)
     with ThreadPoolExecutor(10) as pool:
         found = pool.map(lambda _: httpx.get(f"{service.url}/runs", timeout=60).json(), range(10))
-        eventually(lambda: sum(one.waiting for one in answers._asked.values()) == 10, 20)
+        eventually(lambda: len(arrived) == 10, 20)
         wake.set()
         assert [one["run"] for listed in found for one in listed["runs"]] == ["default"] * 10
     assert asked == ["default"] * 2
