@@ -315,15 +315,9 @@ async def get_alpha(
     """Read the α series and the registry's events of an attempt, the newest figures, and the headline."""
     context.run(run)
     await context.redis.check()
-    if attempt is None:
-        kind = ("alpha", run, since)
-        return tagged(request, await context.answers.get(kind, lambda: _last_attempt(context, run, since)))
-    return tagged(request, await _attempt(context, run, attempt))
 
+    async def text() -> bytes:
+        view = await (read_followed(context, run, since) if attempt is None else read_attempt(context, run, attempt))
+        return await asyncio.to_thread(run_text, run, view, context.settings_of(run))
 
-async def _last_attempt(context: ServiceContext, run: str, since: str | None) -> bytes:
-    return await asyncio.to_thread(run_text, run, await read_followed(context, run, since), context.settings_of(run))
-
-
-async def _attempt(context: ServiceContext, run: str, attempt: int) -> bytes:
-    return await asyncio.to_thread(run_text, run, await read_attempt(context, run, attempt), context.settings_of(run))
+    return tagged(request, await context.answers.get(("alpha", run, attempt, since), text))
