@@ -85,7 +85,6 @@ class Evidence:
         self._rule, self._answers, self._store, self._pointer, self._runs = rule, answers, store, pointer, runs
         self._recent: Recent | None = None
         self._engines: tuple[float, float, Engines] | None = None  # when it was computed, seconds that it took
-        self._computing: asyncio.Task[Engines] | None = None
         self._unlike = -math.inf  # when the engines were found not to draft alike
 
     @property
@@ -115,12 +114,13 @@ class Evidence:
 
         `fresh`: what they say now.
         """
+        return await self._answers.get((self, fresh), self._compute if fresh else self._kept)
+
+    async def _kept(self) -> Engines:
         known = self._engines
-        if not fresh and known is not None and time.monotonic() - known[0] < _REST * known[1] * self._runs():
+        if known is not None and time.monotonic() - known[0] < _REST * known[1] * self._runs():
             return known[2]
-        if fresh or self._computing is None or self._computing.done():
-            self._computing = asyncio.create_task(self._compute())
-        return await asyncio.shield(self._computing)
+        return await self._compute()
 
     async def all_draft(self, drafting: Drafting) -> bool:
         """Whether all engines that have reported lately draft so. A no is kept for some seconds."""
