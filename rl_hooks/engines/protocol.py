@@ -30,7 +30,7 @@ TREES = "trees"
 REFUSALS = frozenset({400, 409, 413, 415, 422})
 #: Status of an engine that read files of other digests than it was given.
 OTHER_BYTES = 412
-_NOT_FOUND = 404
+NOT_FOUND = 404
 _NO_PLUGIN = (
     "Is that the engine's own address? vLLM knows this call with draftalign's plugin: `pip install ./rl_hooks` in its "
     "environment, and VLLM_PLUGINS=draftalign when it starts. Give --engine sglang for SGLang"
@@ -103,13 +103,22 @@ class EngineHttp:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._swap_timeout_seconds = swap_timeout_seconds
 
+    async def _ask(self, method: str, path: str, *, most_bytes: int = MAX_ANSWER_BYTES, **options: Any) -> Answer:
+        """The answer, whatever its status. Raises EngineError where none comes."""
+        try:
+            url = self.url + path
+            return await ask(self._client, method, url, most_bytes=most_bytes, headers=self._headers, **options)
+        except httpx.HTTPError as error:
+            raise EngineError(f"{method} {path}: {cut(repr(error), 400)}") from error
+        except AnswerError as error:
+            raise EngineError(str(error)) from error
+
     async def _call(
         self,
         method: str,
         path: str,
         fault: Callable[[int], type[EngineError]] = lambda _: EngineError,
         *,
-        most_bytes: int = MAX_ANSWER_BYTES,
         unknown: str = "",
         **options: Any,
     ) -> Answer:
@@ -117,16 +126,10 @@ class EngineHttp:
 
         `unknown`: what to do where the engine does not know the call (404).
         """
-        url = self.url + path
-        try:
-            answer = await ask(self._client, method, url, most_bytes=most_bytes, headers=self._headers, **options)
-        except httpx.HTTPError as error:
-            raise EngineError(f"{method} {path}: {cut(repr(error), 400)}") from error
-        except AnswerError as error:
-            raise EngineError(str(error)) from error
+        answer = await self._ask(method, path, **options)
         if (status := answer.status_code) != 200:
-            helps = f". {unknown}" if unknown and status == _NOT_FOUND else ""
-            raise fault(status)(f"{method} {url} answered {status}: {answer.text[:400]}{helps}")
+            helps = f". {unknown}" if unknown and status == NOT_FOUND else ""
+            raise fault(status)(f"{method} {self.url}{path} answered {status}: {answer.text[:400]}{helps}")
         return answer
 
     async def _page(self) -> str:

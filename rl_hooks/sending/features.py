@@ -123,6 +123,25 @@ def score_logits(
     return torch.cat(logsumexps), torch.cat(logprobs)
 
 
+def scores_of_slice(logsumexp_N: Tensor, logprob_N: Tensor, own_ids_N: Tensor, width: int) -> Tensor:
+    """One rank's part of `joined_scores`, float32 [2, N], where each holds a slice of the vocabulary's rows.
+
+    `logsumexp`, `logprob`: of `score_logits` over the slice, for `own_ids` (counted from its first token) held within
+    its `width`. The part is that logsumexp, and the token's logit: -inf where it is another rank's.
+    """
+    mine = (own_ids_N >= 0) & (own_ids_N < width)
+    return torch.stack([logsumexp_N, torch.where(mine, logprob_N + logsumexp_N, -torch.inf)])
+
+
+def joined_scores(parts_W2N: Tensor) -> Tensor:
+    """float32 [2, N], (logsumexp, log p), from each rank's `scores_of_slice`; NaN where one of them has NaN.
+
+    The softmax's normaliser is the sum of those of the slices; the label's logit is that of the one rank that has it.
+    """
+    logsumexp = parts_W2N[:, 0].logsumexp(dim=0)
+    return torch.stack([logsumexp, parts_W2N[:, 1].amax(dim=0) - logsumexp])
+
+
 def _log_kept(logits_nV: Tensor, logsumexp_n: Tensor, top_p: float, top_k: int) -> Tensor:
     """Log of the probability [n] that top-k, then top-p, leave of softmax(logits).
 

@@ -10,7 +10,6 @@ from typing import Annotated, Final, Literal, Self
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import to_json
 
 from rl_hooks.wire import COUNTED_DIGITS, COUNTED_PROMPTS
 from service.api.auth import Caller, check_covers
@@ -19,7 +18,7 @@ from service.api.context.audited import audit, audit_now
 from service.api.context.context import Context, RunQuery, ServiceContext
 from service.api.drafters import tagged
 from service.api.problems import Problem
-from service.api.snapshot import read_followed, read_snapshot, run_document, run_text
+from service.api.snapshot import read_attempt, read_followed, run_text
 from service.api.uploads import json_body, parse_body
 from service.errors import LatestMoved, RegistryBusy, ServiceError
 from service.monitor.events import CanaryVerdict
@@ -316,17 +315,9 @@ async def get_alpha(
     """Read the α series and the registry's events of an attempt, the newest figures, and the headline."""
     context.run(run)
     await context.redis.check()
-    if attempt is None:
-        kind = ("alpha", run, since)
-        return tagged(request, await context.answers.get(kind, lambda: _last_attempt(context, run, since)))
-    return tagged(request, await _attempt(context, run, attempt))
 
+    async def text() -> bytes:
+        view = await (read_followed(context, run, since) if attempt is None else read_attempt(context, run, attempt))
+        return await asyncio.to_thread(run_text, run, view, context.settings_of(run))
 
-async def _last_attempt(context: ServiceContext, run: str, since: str | None) -> bytes:
-    return await asyncio.to_thread(run_text, run, await read_followed(context, run, since), context.settings_of(run))
-
-
-async def _attempt(context: ServiceContext, run: str, attempt: int) -> bytes:
-    snapshot = await read_snapshot(context, run)
-    document = await asyncio.to_thread(run_document, run, snapshot, context.settings_of(run), attempt)
-    return await asyncio.to_thread(to_json, document, inf_nan_mode="null")
+    return tagged(request, await context.answers.get(("alpha", run, attempt, since), text))

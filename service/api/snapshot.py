@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 from service.api.context.context import ServiceContext
 from service.api.problems import Problem
 from service.errors import RunNotFound, ServiceError
-from service.monitor.alpha import Attempt, alpha_series, attempts, placed
+from service.monitor.alpha import Attempt, placed
 from service.monitor.counts import servers, sound
 from service.monitor.current import current
 from service.monitor.drift.cause import Cause, as_fraction
@@ -60,17 +60,19 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """A run as it was last read. `attempts`: all of the trainer. `points`, `events`: of the last attempt, as JSON.
+    """A run as it was last read. `attempts`: all of the trainer. `points`, `events`: of the `attempt`, as JSON.
 
-    `cursor`: a reader's next `since`. `delta`: what changed since the cursor that was given; None: it is not known.
+    `cursor`: a reader's next `since`; None where that is not the last. `delta`: what changed since the cursor that was
+    given; None: it is not known.
     """
 
     snapshot: RunSnapshot
     attempts: Sequence[Attempt[ScoredBatch]]
+    attempt: int
     points: Sequence[bytes]
     events: Sequence[bytes]
-    cursor: str
-    delta: Delta | None
+    cursor: str | None = None
+    delta: Delta | None = None
 
 
 async def read_now(context: ServiceContext, run: str, memory: Memory | None) -> RunSnapshot:
@@ -92,14 +94,29 @@ async def read_followed(context: ServiceContext, run: str, since: str | None = N
     async with _followed(context, run, replace(bounded, history=history), summary.changes) as (snapshot, series):
 
         def compare() -> RunView:
-            chosen = series.attempts[-1]
-            there = (event for event in snapshot.history if chosen.has(event.time))
-            points, events = series.points, [event.text for event in placed(there, chosen.scores)]
+            view = _view(snapshot, series, len(series.attempts))
+            points, events = series.points, view.events
             cursor = series.deltas.take(points, events)
-            delta = None if since is None else series.deltas.since(since)
-            return RunView(snapshot, series.attempts, list(points.values()), events, cursor, delta)
+            return replace(view, cursor=cursor, delta=None if since is None else series.deltas.since(since))
 
         return await asyncio.to_thread(compare)
+
+
+async def read_attempt(context: ServiceContext, run: str, attempt: int) -> RunView:
+    """Read what is true of a run now, and an attempt, from 1, of which nothing is kept; Problem 404: there is none."""
+    now = (await read_followed(context, run)).snapshot
+    series = Series(context.store(run), context.settings.max_policy_lag, attempt)
+    await series.refresh(now.watch.sick)
+    if attempt > (there := len(series.attempts)):
+        raise Problem(404, "no-such-attempt", f"run {run!r} has {there} attempts, none is number {attempt}")
+    return await asyncio.to_thread(_view, now, series, attempt)
+
+
+def _view(snapshot: RunSnapshot, series: Series, attempt: int) -> RunView:
+    chosen = series.chosen
+    there = (event for event in snapshot.history if chosen.has(event.time))
+    events = [event.text for event in placed(there, chosen.scores)]
+    return RunView(snapshot, series.attempts, attempt, list(series.points.values()), events)
 
 
 @asynccontextmanager
@@ -115,24 +132,6 @@ async def _followed(
             return counted.with_engine(series.attempts[-1], series.served)
 
         yield await asyncio.to_thread(told), series
-
-
-async def read_snapshot(context: ServiceContext, run: str) -> RunSnapshot:
-    """Read all of a run, with every score record, as an earlier attempt of the trainer needs it."""
-    store = context.store(run)
-    found = replace(
-        await _read_bounded(context, run, await memory_of(context.redis.client), await context.summary(run)),
-        scores=list((await store.scores()).values()),
-        acceptances=await store.acceptances(),
-        history=await asyncio.to_thread(context.registry.history.events, run),
-        returns=await store.returns(),
-    )
-
-    def told() -> RunSnapshot:
-        last = attempts(found.scores, context.settings.max_policy_lag, found.returns)[-1]
-        return found.with_engine(last, last.scores)
-
-    return await asyncio.to_thread(told)
 
 
 async def _read_bounded(context: ServiceContext, run: str, memory: Memory | None, found: Summary) -> RunSnapshot:
@@ -231,31 +230,16 @@ async def read_standing(context: ServiceContext, run: str) -> dict[str, Any]:
     }
 
 
-def run_document(run: str, snapshot: RunSnapshot, settings: Settings, attempt: int | None = None) -> dict[str, Any]:
-    """Build the answer of `GET /alpha`: the series of an attempt, the last by default; what is true now, also in words.
-
-    `attempt`: from 1; Problem 404 where there is none of that number.
-    """
-    sick, found = snapshot.watch.sick, attempts(snapshot.scores, settings.max_policy_lag, snapshot.returns)
-    number = len(found) if attempt is None else attempt
-    if not 1 <= number <= len(found):
-        raise Problem(404, "no-such-attempt", f"run {run!r} has {len(found)} attempts, none is number {number}")
-    chosen = found[number - 1]
-    counted = [record for record in snapshot.acceptances if chosen.counted(record)]
-    events = [event for event in snapshot.history if chosen.has(event.time)]
-    series = alpha_series(run, chosen.scores, counted, events, settings.depth, left_out=sick)
-    document: dict[str, Any] = to_jsonable_python(replace(series, servers=servers(snapshot.acceptances)))
-    return document | {"attempt": number} | _true_now(snapshot, found, settings)
-
-
 def run_text(run: str, followed: RunView, settings: Settings) -> bytes:
-    """The JSON of `run_document` for the last attempt, from what was followed, and a `cursor`.
+    """The answer of `GET /alpha`: the series of an attempt; what is true now, also in words. The last has a `cursor`.
 
     Where a reader's cursor is known, `points` and `events` are those that changed, beside `gone` and `kept_events`.
     """
     snapshot, delta = followed.snapshot, followed.delta
-    rest: dict[str, Any] = {"servers": servers(snapshot.acceptances), "attempt": len(followed.attempts)}
-    rest |= _true_now(snapshot, followed.attempts, settings) | {"cursor": followed.cursor}
+    rest: dict[str, Any] = {"servers": servers(snapshot.acceptances), "attempt": followed.attempt}
+    rest |= _true_now(snapshot, followed.attempts, settings)
+    if followed.cursor is not None:
+        rest["cursor"] = followed.cursor
     points, events = followed.points, followed.events
     if delta is not None:
         points, events = delta.points, delta.events

@@ -16,17 +16,16 @@ Rules:
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from pydantic import ConfigDict
 
-from service.monitor.counts import LiveAlpha, ServerLine, by_method, live_sums, servers, sound
+from service.monitor.counts import LiveAlpha, by_method, live_sums
 from service.monitor.events import RunEvent
 from service.monitor.records import DRAFTERS, Z_95, AcceptanceRecord, Arrival, DrafterSums, Return, ScoreRecord
 
@@ -156,17 +155,6 @@ class Point(Figures):
     rollouts_replayed: int | None
     tokens: int
     live_by_method: Mapping[str, LiveAlpha]
-
-
-@dataclass(frozen=True, slots=True)
-class AlphaSeries:
-    """The `GET /alpha` document without what is true now. `depth`: drafts a round, so that α is from 1 to depth + 1."""
-
-    run: str
-    depth: int
-    points: Sequence[Point]
-    events: Sequence[Mapping[str, object]]
-    servers: Sequence[ServerLine]
 
 
 #: Policy versions by which batches may be late, where no setting says so.
@@ -330,35 +318,6 @@ def arrived(score: Scored) -> float:
     """When a batch came, in Unix seconds."""
     known, milliseconds, _ = score.arrival
     return milliseconds / 1000.0 if known else score.created
-
-
-def alpha_series(
-    run: str,
-    scores: Iterable[ScoreRecord],
-    acceptances: Sequence[AcceptanceRecord],
-    history: Iterable[RunEvent],
-    depth: int,
-    *,
-    left_out: Collection[tuple[str, str | None]] = (),
-) -> AlphaSeries:
-    """Build the series. Points ascend by policy version; one exists for every version with a score or a live count.
-
-    `acceptances`: cumulative, one per (reporter, drafter version, policy version). `history`: oldest first, passed on.
-    A record without a policy version belongs to no point. `left_out`: reporter and drafter version of engines whose
-    counts are no evidence; they are among `servers`, and in no point.
-    """
-    scored: defaultdict[int, list[ScoreRecord]] = defaultdict(list)
-    for score in scores:
-        if score.policy_version is not None:
-            scored[score.policy_version].append(score)
-    counted: defaultdict[int, list[AcceptanceRecord]] = defaultdict(list)
-    for record in sound(acceptances, left_out):
-        if record.policy_version is not None:
-            counted[record.policy_version].append(record)
-    versions = sorted({*scored, *counted})
-    points = [pool_point(policy, scored.get(policy, []), counted.get(policy, [])) for policy in versions]
-    events = [event.written for event in placed(history, itertools.chain.from_iterable(scored.values()))]
-    return AlphaSeries(run, depth, points, events, servers(acceptances))
 
 
 def placed(history: Iterable[RunEvent], scores: Iterable[Scored]) -> Iterator[RunEvent]:

@@ -105,12 +105,15 @@ class _Counts:
 
 
 class Series:
-    """One run's. `refresh` first; what it has then is of that moment. One caller at a time: `Series.lock`."""
+    """One run's. `refresh` first; what it has then is of that moment. One caller at a time: `Series.lock`.
 
-    def __init__(self, store: AsyncStore, max_lag: int | None) -> None:
+    `attempt`: the number, from 1, of the trainer's attempt whose points these are; None: the last.
+    """
+
+    def __init__(self, store: AsyncStore, max_lag: int | None, attempt: int | None = None) -> None:
         self.lock = asyncio.Lock()
         self.deltas = Deltas()
-        self._store, self._max_lag = store, max_lag
+        self._store, self._max_lag, self._attempt = store, max_lag, attempt
         self._cursor: str | None = None
         self._batches: dict[str, ScoredBatch] = {}
         self._counts = _Counts()
@@ -118,12 +121,16 @@ class Series:
         self._stale: set[int] = set()
         self._sick: Sick = frozenset()
         self._attempts: list[Attempt[ScoredBatch]] = attempts(())
-        self._batch_ids: dict[int, list[str]] = {}  # in order of arrival
 
     @property
     def attempts(self) -> Sequence[Attempt[ScoredBatch]]:
         """The trainer's attempts, oldest first."""
         return self._attempts
+
+    @property
+    def chosen(self) -> Attempt[ScoredBatch]:
+        """The attempt whose points these are; the last where there are fewer."""
+        return self._attempts[-1 if self._attempt is None else min(self._attempt, len(self._attempts)) - 1]
 
     @property
     def acceptances(self) -> list[AcceptanceRecord]:
@@ -132,12 +139,12 @@ class Series:
 
     @property
     def served(self) -> list[ServedSums]:
-        """Replay of the served drafter by policy version of the last attempt, of those that engines have counted."""
+        """Replay of the served drafter by policy version of the attempt, of those that engines have counted."""
         return [ServedSums(policy, sums) for policy, (_, sums) in sorted(self._points.items()) if sums is not None]
 
     @property
     def points(self) -> dict[int, bytes]:
-        """The points of the last attempt as JSON, by policy version in ascending order."""
+        """The points of the attempt as JSON, by policy version in ascending order."""
         return {policy: text for policy, (text, _) in sorted(self._points.items())}
 
     @property
@@ -155,14 +162,16 @@ class Series:
             other, self._sick = self._sick ^ now, now
             known = self._counts.all()
             self._touch(r.policy_version for r in known if (r.reporter, r.drafter_version) in other)
-        pooled = 0
+        pooled, scored = 0, defaultdict[int | None, list[str]](list)
+        for batch in self.chosen.scores if self._stale else ():
+            scored[batch.policy_version].append(batch.batch_id)
         while self._stale:
             some, batch_ids = list[int](), list[str]()
             for policy in sorted(self._stale):
-                if some and len(batch_ids) + len(self._batch_ids.get(policy, ())) > _AT_ONCE:
+                if some and len(batch_ids) + len(scored[policy]) > _AT_ONCE:
                     break
                 some.append(policy)
-                batch_ids += self._batch_ids.get(policy, ())
+                batch_ids += scored[policy]
             scores = await self._store.scores_of(batch_ids)
             await asyncio.to_thread(self._pool, some, scores)
             self._stale.difference_update(some)
@@ -217,33 +226,26 @@ class Series:
         self._stale.update(policy for policy in policies if policy is not None)
 
     def _order(self, returns: Sequence[Return]) -> None:
-        """Put the batches into order, and tell attempts apart. `returns`: when a trainer went back, and whereto."""
-        opened = self._attempts[-1].opened
-        ordered = sorted(self._batches.values(), key=lambda batch: batch.arrival)
-        self._attempts = attempts(ordered, self._max_lag, returns)
-        if opened != self._attempts[-1].opened:
+        """Tell attempts apart. `returns`: when a trainer went back, and whereto."""
+        opened = self.chosen.opened
+        self._attempts = attempts(self._batches.values(), self._max_lag, returns)
+        if opened != self.chosen.opened:
             self._touch(chain(self._points, self._counts.policies()))
-        self._batch_ids = {}
-        for batch in ordered:
-            if batch.policy_version is not None:
-                self._batch_ids.setdefault(batch.policy_version, []).append(batch.batch_id)
 
     def _pool(self, policies: Sequence[int], scores: Sequence[ScoreRecord]) -> None:
-        """Pool these policy versions again. `scores`: of their batches, in order of arrival."""
-        last = self._attempts[-1]
-        first = last.scores[0].arrival if len(self._attempts) > 1 and last.scores else None
+        """Pool these policy versions again. `scores`: of their batches in the attempt, in order of arrival."""
         found: defaultdict[int | None, list[ScoreRecord]] = defaultdict(list)
         for score in scores:
             found[score.policy_version].append(score)
         for policy in policies:
             self._points.pop(policy, None)
             records = self._counts.of(policy)
-            counted = sound([record for record in records if last.counted(record)], self._sick)
-            chosen = [score for score in found[policy] if first is None or score.arrival >= first]
-            if not (chosen or counted):
+            counted = sound([record for record in records if self.chosen.counted(record)], self._sick)
+            scored = found[policy]
+            if not (scored or counted):
                 continue
-            text = to_json(pool_point(policy, chosen, counted), inf_nan_mode="null")
-            sums = [s for score in chosen if (s := score.sums("served")) is not None] if counted else []
+            text = to_json(pool_point(policy, scored, counted), inf_nan_mode="null")
+            sums = [s for score in scored if (s := score.sums("served")) is not None] if counted else []
             self._points[policy] = text, sum(sums, DrafterSums(0.0, 0.0)) if sums else None
 
 

@@ -4,20 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 _Found = TypeVar("_Found")
-
-
-@dataclass
-class _Asked:
-    """Those who ask for one thing: how many, how often it was computed for them, and what the last one gave."""
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    waiting: int = 0
-    begun: int = 0
-    found: tuple[int, Any, Exception | None] | None = None
 
 
 class Shared:
@@ -28,28 +17,26 @@ class Shared:
     """
 
     def __init__(self) -> None:
-        self._asked: dict[Hashable, _Asked] = {}
+        self._running: dict[Hashable, asyncio.Task[Any]] = {}
+        self._next: dict[Hashable, asyncio.Task[Any]] = {}
 
     async def get(self, kind: Hashable, compute: Callable[[], Awaitable[_Found]]) -> _Found:
         """Compute, or share what was begun since."""
-        asked = self._asked.setdefault(kind, _Asked())
-        before = asked.begun
-        asked.waiting += 1
+        task = self._next.get(kind)
+        if task is None:
+            before = self._running.get(kind)
+            task = asyncio.create_task(self._compute(kind, before, compute))
+            (self._running if before is None else self._next)[kind] = task
+        found: _Found = await asyncio.shield(task)  # who leaves does not end it for the others
+        return found
+
+    async def _compute(
+        self, kind: Hashable, before: asyncio.Task[Any] | None, compute: Callable[[], Awaitable[_Found]]
+    ) -> _Found:
+        if before is not None:
+            await asyncio.wait({before})
+            self._running[kind] = self._next.pop(kind)
         try:
-            async with asked.lock:
-                if asked.found is None or asked.found[0] <= before:
-                    asked.begun += 1
-                    asked.found = None
-                    try:
-                        asked.found = asked.begun, await compute(), None
-                    except Exception as error:  # noqa: BLE001 - raised below, for all who share it
-                        asked.found = asked.begun, None, error
-                outcome: tuple[int, Any, Exception | None] = asked.found
-            found: _Found = outcome[1]
-            if outcome[2] is not None:
-                raise outcome[2]
-            return found
+            return await compute()
         finally:
-            asked.waiting -= 1
-            if not asked.waiting:
-                del self._asked[kind]
+            del self._running[kind]

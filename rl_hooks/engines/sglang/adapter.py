@@ -40,7 +40,7 @@ import numpy as np
 from rl_hooks import wire
 from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import Counts, Snapshot, per_position, read_samples, told, whole
-from rl_hooks.engines.protocol import EngineHttp, EngineState, counting_only
+from rl_hooks.engines.protocol import NOT_FOUND, EngineHttp, EngineState, counting_only
 from rl_hooks.engines.sglang import rounds
 from rl_hooks.engines.sglang.direct import LOADER, mark_of
 from rl_hooks.engines.sglang.facts import FOLLOWS, drafting_of, internal, version_number
@@ -66,16 +66,7 @@ _NO_SESSION: Final = "no weight-update session is open"
 _SESSION_RETRY_SECONDS: Final = 0.5
 _END_ATTEMPTS: Final = 4
 _MAX_RANKS: Final = 1024
-_NOT_FOUND: Final = 404
 _OTHER_METHOD: Final = 405
-
-
-class _UnknownCallError(EngineError):
-    """The server has no such call."""
-
-
-class _KnownCallError(EngineError):
-    """The server has this call, of another method."""
 
 
 class SGLangEngine(EngineHttp):
@@ -257,14 +248,12 @@ class SGLangEngine(EngineHttp):
 
     async def _has_sessions(self) -> bool:
         """Whether the server knows `/begin_weight_update`. A GET opens none: 405 where the call is known, else 404."""
-        faults = {_NOT_FOUND: _UnknownCallError, _OTHER_METHOD: _KnownCallError}
-        try:
-            await self._call("GET", "/begin_weight_update", lambda status: faults.get(status, EngineError))
-        except _UnknownCallError:
-            return False
-        except _KnownCallError:
-            return True
-        raise EngineError(f"GET {self.url}/begin_weight_update was answered, and is no call of SGLang's")
+        status = (await self._ask("GET", "/begin_weight_update")).status_code
+        if status not in (NOT_FOUND, _OTHER_METHOD):
+            raise EngineError(
+                f"GET {self.url}/begin_weight_update answered {status}: expected 405, or 404 before 0.5.21"
+            )
+        return status == _OTHER_METHOD
 
     async def _begin(self) -> None:
         """Open a session; first wait until the trainer's session, which writes a policy, is closed.

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_hooks.sending.copies import HostCopies
-from rl_hooks.sending.features import score_rows
+from rl_hooks.sending.features import joined_scores, score_rows, scores_of_slice
 from rl_hooks.sending.tally import Tally
 from rl_hooks.wire import LogitMap
 
@@ -179,15 +179,6 @@ class Joiner:
         return None if parts is None else joined_scores(torch.stack(parts))
 
 
-def joined_scores(parts_W2N: Tensor) -> Tensor:
-    """float32 [2, N], (logsumexp, log p), from each rank's `Shard.partial`; NaN where one of them has NaN.
-
-    The softmax's normaliser is the sum of those of the slices; the label's logit is that of the one rank that has it.
-    """
-    logsumexp = parts_W2N[:, 0].logsumexp(dim=0)
-    return torch.stack([logsumexp, parts_W2N[:, 1].amax(dim=0) - logsumexp])
-
-
 class Shard:
     """One rank's rows of the head: the tokens from `begin` on; vLLM's padding behind the vocabulary is left out."""
 
@@ -203,8 +194,7 @@ class Shard:
         logsumexp, logprob = score_rows(
             last_NH, self.weight, own.clamp(0, rows - 1), temperature=temperature_N, logit_map=self.logit_map
         )
-        mine = (own >= 0) & (own < rows)
-        return torch.stack([logsumexp, torch.where(mine, logprob + logsumexp, -torch.inf)])
+        return scores_of_slice(logsumexp, logprob, own, rows)
 
 
 def slice_of(module: nn.Module) -> tuple[int, int]:

@@ -8,7 +8,7 @@
 Rank 0 of each tensor-parallel group chooses the rollouts, tells the others which rows, and sends. What is read: the
 states entering the layers, the final norm's output, and the output layer's own logits, of which each rank has a part of
 the vocabulary. Under sequence parallelism each rank has a slice of the states. Each forward costs the group two small
-exchanges on the host, two small all-reduces, and with slices one reduction of the rows to rank 0. The head is gathered
+exchanges on the host, one on the devices, and with slices one reduction of the rows to rank 0. The head is gathered
 where it has moved, and with the embedding where the service has lost the run. Pipeline and context parallelism and
 multi-token prediction are refused when attaching. Written against Megatron-Core 0.16.1.
 

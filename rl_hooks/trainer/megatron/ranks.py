@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rl_hooks import wire
 from rl_hooks.errors import RolloutError
-from rl_hooks.sending.features import LOGITS_AT_ONCE
+from rl_hooks.sending.features import joined_scores, score_logits, scores_of_slice
 
 _Told = TypeVar("_Told")
 
@@ -89,40 +89,30 @@ class TensorRanks:
             dist.reduce(rows_NX, self._global[0], group=self._group)
             return rows_NX
 
-    def join_scores(self, part_3M: Tensor) -> tuple[Tensor, Tensor]:
+    def join_scores(self, part_2M: Tensor) -> tuple[Tensor, Tensor]:
         """Normaliser and log p, [M] each, from `part_scores` of all ranks."""
         with self._step():
-            largest_M, mass_M, own_M = part_3M
-            top_M = largest_M.clone()
-            dist.all_reduce(top_M, dist.ReduceOp.MAX, group=self._group)
-            sums_2M = torch.stack((mass_M * (largest_M - top_M).exp(), own_M))
-            dist.all_reduce(sums_2M, group=self._group)
-            logsumexp_M = sums_2M[0].log() + top_M
-            return logsumexp_M, sums_2M[1] - logsumexp_M
+            parts = [torch.empty_like(part_2M) for _ in range(self.size)]
+            dist.all_gather(parts, part_2M, group=self._group)
+            logsumexp_M, logprob_M = joined_scores(torch.stack(parts))
+            return logsumexp_M, logprob_M
 
 
-@torch.no_grad()
 def part_scores(
     logits_Tv: Tensor, rows_M: Tensor, next_ids_M: Tensor, first: int, real: int, temperature: float, of: wire.LogitMap
 ) -> Tensor:
-    """Largest logit, sum of exp(logit - largest) and the next token's logit (0: another rank's), [3, M], float32.
+    """`scores_of_slice` [2, M] of tokens `first` to `first` + v of the vocabulary, of which the first `real` exist.
 
-    `logits_Tv`: of tokens `first` to `first` + v of the vocabulary, of which only the first `real` exist. They are the
-    trainer's own, and left as they are.
+    `logits_Tv` are the trainer's own, and left as they are.
     """
-    M, width = len(rows_M), max(0, min(logits_Tv.shape[1], real - first))
-    scores_3M = torch.zeros(3, M, dtype=torch.float32, device=logits_Tv.device)
+    width, own = max(0, min(logits_Tv.shape[1], real - first)), next_ids_M - first
     if not width:  # padding only
-        scores_3M[0] = -torch.inf
-        return scores_3M
-    step = max(1, LOGITS_AT_ONCE // width)
-    for begin in range(0, M, step):
-        some = slice(begin, begin + step)
-        logits = of.apply(logits_Tv.index_select(0, rows_M[some])[:, :width].float())
-        logits = logits / (temperature if temperature > 0 else 1.0)
-        scores_3M[0, some] = largest = logits.max(-1).values
-        scores_3M[1, some] = (logits - largest[:, None]).exp().sum(-1)
-        at = next_ids_M[some] - first
-        own = logits.gather(1, at.clamp(0, width - 1)[:, None])[:, 0]
-        scores_3M[2, some] = torch.where((at >= 0) & (at < width), own, 0.0)
-    return scores_3M
+        return logits_Tv.new_full((2, len(rows_M)), -torch.inf, dtype=torch.float32)
+    scores = score_logits(
+        lambda some: logits_Tv.index_select(0, rows_M[some])[:, :width],
+        width,
+        own.clamp(0, width - 1),
+        temperature=temperature,
+        logit_map=of,
+    )
+    return scores_of_slice(*scores, own, width)

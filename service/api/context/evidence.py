@@ -86,7 +86,6 @@ class Evidence:
         self._rule, self._answers, self._store, self._pointer, self._runs = rule, answers, store, pointer, runs
         self._recent: Recent | None = None
         self._engines: tuple[float, float, Engines] | None = None  # when it was computed, seconds that it took
-        self._computing: asyncio.Task[Engines] | None = None
         self._unlike = -math.inf  # when the engines were found not to draft alike
 
     @property
@@ -123,12 +122,13 @@ class Evidence:
         """
         if summary is not None and (summary.last_report or 0.0) < time.time() - EVIDENCE_SECONDS:
             return Engines(Watch(), Worth())
+        return await self._answers.get((self, fresh), self._compute if fresh else self._kept)
+
+    async def _kept(self) -> Engines:
         known = self._engines
-        if not fresh and known is not None and time.monotonic() - known[0] < _REST * known[1] * self._runs():
+        if known is not None and time.monotonic() - known[0] < _REST * known[1] * self._runs():
             return known[2]
-        if fresh or self._computing is None or self._computing.done():
-            self._computing = asyncio.create_task(self._compute(summary))
-        return await asyncio.shield(self._computing)
+        return await self._compute()
 
     async def all_draft(self, drafting: Drafting) -> bool:
         """Whether all engines that have reported lately draft so. A no is kept for some seconds."""
@@ -141,10 +141,10 @@ class Evidence:
         self._unlike = now
         return False
 
-    async def _compute(self, summary: Summary | None) -> Engines:
+    async def _compute(self) -> Engines:
         rule = self._rule()
         found = await self._store.engines(time.time() - EVIDENCE_SECONDS)
-        replays = (await self.recent(summary)).replays
+        replays = (await self.recent()).replays
         served = self._pointer.served()
         survival = [] if served is None else replays.survival(served.manifest.version)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Any, Final
 
@@ -392,15 +392,6 @@ def live_name(record: AcceptanceRecord, returns: Sequence[int]) -> str:
     """
     before = [at for at in returns if at / 1000.0 <= record.reported]
     return json.dumps([record.method, record.drafter_version, record.policy_version, *before[-1:]])
-
-
-def live_records(table: Mapping[str, bytes | str]) -> Iterable[AcceptanceRecord]:
-    """The live sums over all reporters, as records without a reporter, with the time of the last report."""
-    for name, rounds in table.items():
-        identity, _, kind = name.rpartition(":")
-        if kind == "rounds":
-            created = float(table.get(f"{identity}:created", 0.0))
-            yield live_record(identity, int(rounds), int(table.get(f"{identity}:tokens", 0)), created)
 
 
 def live_record(identity: str, rounds: int, tokens: int, created: float) -> AcceptanceRecord:

@@ -30,7 +30,7 @@ from service.monitor.records import AcceptanceRecord, Return, ScoreRecord, StepS
 from service.storage.layout import FileId
 from service.storage.queue.keys import Keys, lua
 from service.storage.queue.keys import text as _text
-from service.storage.reports.engine_counts import KEPT_CHANGES, Account, EngineCounts, acceptance_key, live_records
+from service.storage.reports.engine_counts import KEPT_CHANGES, Account, EngineCounts, acceptance_key
 
 #: Score records kept per run; beyond these, and an eighth more, the oldest are forgotten.
 MAX_SCORES: Final = 4096
@@ -203,10 +203,6 @@ class AsyncStore:
         self._keys = Keys(run)
         self._follow = self._redis.register_script(_FOLLOW)
 
-    async def scores(self) -> dict[str, ScoreRecord]:
-        """Score records by batch id, oldest first."""
-        return await asyncio.to_thread(_scores, await self._redis.hgetall(self._keys.scores))
-
     async def recent_scores(self, known: Mapping[str, ScoreRecord] | None = None) -> dict[str, ScoreRecord]:
         """The score records of the `RECENT_SCORES` batches that arrived last, by batch id, oldest first.
 
@@ -243,13 +239,6 @@ class AsyncStore:
     async def times_scored(self) -> int:
         """How often a batch was scored."""
         return int(await self._redis.get(self._keys.scored) or 0)
-
-    async def acceptances(self) -> list[AcceptanceRecord]:
-        """All acceptance records, and the live sums that older ones were added to (those without a reporter)."""
-        async with self._redis.pipeline(transaction=True) as pipe:  # a report moves records from one to the other
-            pipe.hgetall(self._keys.acceptance)
-            pipe.hgetall(self._keys.live)
-            return _acceptances(*await pipe.execute())
 
     async def changes(self, cursor: str) -> Changes | None:
         """What changed since `cursor`, of scores and acceptance counts; None where that was forgotten: read all."""
@@ -435,10 +424,6 @@ def _known(kind: type[_Kind], texts: Iterable[bytes | str | None]) -> list[_Kind
 def _by_name(names: Sequence[str], texts: Sequence[bytes | None]) -> dict[str, ScoreRecord]:
     pairs = zip(names, texts, strict=True)
     return {name: found for name, text in pairs if text is not None and (found := read(ScoreRecord, text)) is not None}
-
-
-def _acceptances(table: Mapping[Any, Any], live: Mapping[Any, Any]) -> list[AcceptanceRecord]:
-    return [*_known(AcceptanceRecord, table.values()), *live_records({_text(k): v for k, v in live.items()})]
 
 
 def _scores(table: Mapping[Any, Any]) -> dict[str, ScoreRecord]:

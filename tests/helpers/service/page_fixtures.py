@@ -21,9 +21,10 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from helpers.worker.record_fixtures import stored
+from helpers.worker.whole_fixtures import run_document
 
 from service.api.app import page_html
-from service.api.snapshot import facts_of, run_document
+from service.api.snapshot import facts_of
 from service.monitor.headline import headline
 from service.monitor.metrics import CONTENT_TYPE, RunSnapshot, render
 from service.monitor.records import DrafterSums

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from service.monitor.records import AcceptanceRecord, WorkerGauges
 from service.storage.queue import deliveries
-from service.storage.queue.keys import strings
+from service.storage.queue.keys import strings, text
 from service.storage.queue.rollout_queue import COUNTERS, counts
 from service.storage.reports import store as reports
+from service.storage.reports.engine_counts import live_record
 from service.storage.reports.summary import gauges
 
 
@@ -49,7 +51,9 @@ class Store(reports.Store):
         with self._redis.pipeline(transaction=True) as pipe:
             pipe.hgetall(self._keys.acceptance)
             pipe.hgetall(self._keys.live)
-            return reports._acceptances(*pipe.execute())
+            counted, live = pipe.execute()
+        sums = {text(name): value for name, value in live.items()}
+        return [*reports._known(AcceptanceRecord, counted.values()), *_live_records(sums)]
 
     def worker(self) -> WorkerGauges:
         """The worker's gauges; unknown before its first sign of life."""
@@ -59,3 +63,12 @@ class Store(reports.Store):
         """Highest policy version whose head was received."""
         value = self._redis.get(self._keys.latest_head)
         return None if value is None else int(value)
+
+
+def _live_records(table: Mapping[str, bytes]) -> Iterator[AcceptanceRecord]:
+    """The live sums over all reporters, as records without a reporter."""
+    for name, rounds in table.items():
+        identity, _, kind = name.rpartition(":")
+        if kind == "rounds":
+            created = float(table.get(f"{identity}:created", 0.0))
+            yield live_record(identity, int(rounds), int(table.get(f"{identity}:tokens", 0)), created)

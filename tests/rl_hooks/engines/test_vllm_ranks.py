@@ -22,9 +22,9 @@ from rl_hooks.engines.collected import Collected
 from rl_hooks.engines.policy_watch import PolicyWatch
 from rl_hooks.engines.rows import Step, labelled_rows
 from rl_hooks.engines.tap import FeatureTap
-from rl_hooks.engines.vllm.ranks import LayerRanks, Shard, joined_scores
+from rl_hooks.engines.vllm.ranks import LayerRanks, Shard
 from rl_hooks.engines.vllm.tap import VllmTap, _SplitScores
-from rl_hooks.sending.features import score_rows
+from rl_hooks.sending.features import joined_scores, score_rows
 from rl_hooks.wire import LogitMap
 
 TESTS = Path(__file__).parents[2]

@@ -27,10 +27,10 @@ from helpers.worker.record_fixtures import compared, stored
 from helpers.worker.worker_fixtures import Bench, nest
 from redis import Redis
 
-import service.api.acceptance as service_acceptance
 import service.monitor.headline
 from service.api.app import page_html
 from service.api.context.context import ServiceContext
+from service.api.snapshot import RunView, read_followed, run_text
 from service.monitor.events import RunEvent
 from service.monitor.live.watch import EngineVerdict, Watch
 from service.monitor.metrics import RunSnapshot
@@ -670,16 +670,16 @@ def test_a_page_that_stays_open_reads_what_changed_and_shows_all(
     store, scores = Store(redis_client, "default"), list(sample_run(12).scores)
     for number, record in enumerate(scores[:-1]):
         store.put_score(f"{number:032x}", record)
-    whole, asked = service_acceptance._last_attempt, list[tuple[str | None, int]]()
+    asked = list[tuple[str | None, int]]()
 
-    async def answer(context: ServiceContext, run: str, since: str | None) -> bytes:
-        text = await whole(context, run, since)
-        asked.append((since, len(json.loads(text)["points"])))
+    async def read(context: ServiceContext, run: str, since: str | None) -> RunView:
+        view = await read_followed(context, run, since)
+        asked.append((since, len(json.loads(run_text(run, view, context.settings_of(run)))["points"])))
         if len(asked) == 1:  # the next answer has one point more
             await asyncio.to_thread(store.put_score, "f" * 32, scores[-1])
-        return text
+        return view
 
-    monkeypatch.setattr(service_acceptance, "_last_attempt", answer)
+    monkeypatch.setattr("service.api.acceptance.read_followed", read)
     page = browse(service.url, browser, seconds=30)
     versions = {record.policy_version for record in scores}
     assert asked[0] == (None, len(versions) - 1)

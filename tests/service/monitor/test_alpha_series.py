@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from helpers.worker import record_fixtures
+from helpers.worker.whole_fixtures import alpha_series
 from pydantic_core import to_jsonable_python
 
-from service.monitor.alpha import _student, alpha_series, attempts
+from service.monitor.alpha import _student, attempts
 from service.monitor.events import RunEvent
 from service.monitor.records import DrafterSums, Return
 

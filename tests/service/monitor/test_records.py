@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import redis.asyncio
+from helpers.service.storage_fixtures import Store
 from helpers.worker.record_fixtures import acceptance, gauges, score
+from helpers.worker.whole_fixtures import run_document
 from redis import Redis
 
-from service.api.snapshot import run_document
 from service.monitor.events import Event, Moved, Moves, read_event
 from service.monitor.metrics import RunSnapshot, render
 from service.monitor.records import (
@@ -32,7 +33,6 @@ from service.settings import Settings
 from service.storage.layout import Layout
 from service.storage.queue.keys import Keys
 from service.storage.registry import Registry
-from service.storage.reports.store import AsyncStore
 from service.storage.reports.summary import summary_of
 
 RECORDED = Path(__file__).with_name("recorded")
@@ -52,11 +52,10 @@ def test_what_is_stored_reads_as_it_did(redis_url: str, redis_client: Redis, tmp
             if name is not None:
                 redis_client.hset(key, mapping=stored[name])
         client = redis.asyncio.Redis.from_url(redis_url)
-        store = AsyncStore(client, "default")
         read_now: dict[str, Any] = {
             "now": 1362.0,
-            "scores": list((await store.scores()).values()),
-            "acceptances": await store.acceptances(),
+            "scores": list(Store(redis_client, "default").scores().values()),
+            "acceptances": Store(redis_client, "default").acceptances(),
             "history": Registry(layout).history.events("default"),
             "moves": Registry(layout).history.digest("default").moves,
             "counters": {"items": 2, "bytes": 4096, "accepted_total": 47, "duplicates_total": 0},
@@ -126,11 +125,7 @@ def test_what_is_no_record_is_passed_over(text: str | bytes, redis_url: str, red
     keys = Keys("default")
     redis_client.hset(keys.scores, mapping={"a": text, "b": written(ScoreRecord(batch_id="b", policy_version=3))})
 
-    async def scores() -> dict[str, ScoreRecord]:
-        async with redis.asyncio.Redis.from_url(redis_url) as client:
-            return await AsyncStore(client, "default").scores()
-
-    assert list(asyncio.run(scores())) == ["b"]
+    assert list(Store(redis_client, "default").scores()) == ["b"]
 
 
 def test_of_an_event_that_is_damaged_the_rest_is_known_and_of_an_unknown_kind_what_all_have() -> None:

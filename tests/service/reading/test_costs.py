@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -27,11 +28,13 @@ from redis import Redis
 
 from service.api.auth import _BEGIN_AT_ONCE, Throttle
 from service.api.context.context import ServiceContext
+from service.api.context.evidence import Evidence
 from service.api.snapshot import read_followed, read_headline, read_now
 from service.monitor.events import Refused
 from service.monitor.headline import Headline
+from service.monitor.live.engine import LiveRule
 from service.monitor.metrics import RunSnapshot
-from service.monitor.records import RunState, written
+from service.monitor.records import Return, RunState, ScoreRecord, written
 from service.reading.pointer import Pointer
 from service.reading.quiet import Quiet, Told
 from service.reading.series import Series
@@ -347,7 +350,8 @@ def test_those_who_ask_meanwhile_share_one_answer_that_was_begun_after_they_aske
         await asyncio.sleep(0)
         begun[1].set()
         assert await asyncio.gather(*others) == [2] * 5, "not what was begun before they asked"
-        assert not shared._asked, "nothing is kept"
+        assert not shared._running, "nothing is kept"
+        assert not shared._next
 
     asyncio.run(main())
 
@@ -365,10 +369,16 @@ def test_many_who_list_the_runs_at_once_share_two_answers(
         return await plain(context, run, memory)
 
     monkeypatch.setattr("service.api.runs.read_headline", slow)
-    answers = service.server._context.answers
+    arrived, share = list[object](), Shared.get
+
+    async def counted(self: Shared, kind: Any, compute: Any) -> Any:
+        arrived.append(kind)
+        return await share(self, kind, compute)
+
+    monkeypatch.setattr(Shared, "get", counted)
     with ThreadPoolExecutor(10) as pool:
         found = pool.map(lambda _: httpx.get(f"{service.url}/runs", timeout=60).json(), range(10))
-        eventually(lambda: sum(one.waiting for one in answers._asked.values()) == 10, 20)
+        eventually(lambda: arrived.count(("runs", ("default",))) == 10, 20)
         wake.set()
         assert [one["run"] for listed in found for one in listed["runs"]] == ["default"] * 10
     assert asked == ["default"] * 2
@@ -389,6 +399,40 @@ def test_those_who_share_a_failure_do_not_wait_for_one_another() -> None:
         found = await asyncio.gather(*(shared.get("a", compute) for _ in range(9)), return_exceptions=True)
         assert all(isinstance(error, OSError) for error in found)
         assert begun == 2
+
+    asyncio.run(main())
+
+
+def test_many_who_ask_what_the_engines_say_share_it_and_who_asks_for_now_gets_what_is_computed_since() -> None:
+    async def main() -> None:
+        computed = 0
+
+        class Engineless:
+            async def engines(self, _since: float) -> dict[str, str]:
+                nonlocal computed
+                computed += 1
+                await asyncio.sleep(0.01)
+                return {}
+
+            async def times_scored(self) -> int:
+                return 0
+
+            async def recent_scores(self, _known: object = None) -> dict[str, ScoreRecord]:
+                return {}
+
+            async def returns(self) -> list[Return]:
+                return []
+
+        store: Any = Engineless()
+        unserved: Any = SimpleNamespace(served=lambda: None)
+        evidence = Evidence(lambda: LiveRule(4), Shared(), store, unserved, lambda: 1_000_000)
+        found = await asyncio.gather(*(evidence.engines() for _ in range(9)))
+        assert computed == 1
+        assert len(set(map(id, found))) == 1
+        now = await asyncio.gather(*(evidence.engines(fresh=True) for _ in range(9)))
+        assert computed == 3, "the first, and one for all who asked while that was computed"
+        assert not any(one is found[0] for one in now)
+        assert await evidence.engines() is now[-1]
 
     asyncio.run(main())
 

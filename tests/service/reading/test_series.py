@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ import redis.asyncio
 from helpers.service.service_fixtures import publish
 from helpers.service.storage_fixtures import Store
 from helpers.worker.record_fixtures import acceptance, gauges, score
+from helpers.worker.whole_fixtures import read_snapshot, run_document
 from pydantic import SecretStr
 from redis import Redis
 from redis.exceptions import ResponseError
 
 from service.api.context.context import ServiceContext
-from service.api.snapshot import read_followed, read_headline, read_now, read_snapshot, run_document, run_text
+from service.api.problems import Problem
+from service.api.snapshot import read_attempt, read_followed, read_headline, read_now, run_text
 from service.monitor.events import Moves, read_event
 from service.monitor.metrics import RunSnapshot, render
 from service.reading import quiet
@@ -180,7 +183,7 @@ def test_what_engines_have_of_a_cause_is_reckoned_beside_the_event_loop(
         monkeypatch.setattr(quiet, "QUIET_SECONDS", math.inf)
         publish(Registry(context.layout))
         try:
-            for read in (read_followed, read_snapshot):
+            for read in (read_followed, partial(read_attempt, attempt=1)):
                 await read(context, "default")
             for read_beside in (read_now, read_headline):
                 await read_beside(context, "default", None)
@@ -219,7 +222,7 @@ def test_the_answers_equal_those_computed_from_all_records(
             if trimmed.get(context) != world.trimmed:  # few are kept here: some of the newest 256 went
                 context.evidence("default")._recent = None
                 trimmed[context] = world.trimmed
-            whole = await read_snapshot(context, "default")
+            whole = await read_snapshot(context, redis_client, "default")
             followed = await read_followed(context, "default")
             found = json.loads(run_text("default", followed, settings))
             shown = open_pages.get(context)
@@ -233,6 +236,12 @@ def test_the_answers_equal_those_computed_from_all_records(
             assert found.keys() == wanted.keys()
             for name in wanted:
                 assert found[name] == wanted[name], name
+            for number in range(1, len(found["attempts"]) + 1):
+                of_one = json.loads(run_text("default", await read_attempt(context, "default", number), settings))
+                wanted = json.loads(json.dumps(run_document("default", whole, settings, number)).replace("NaN", "null"))
+                assert of_one == wanted, number
+            with pytest.raises(Problem, match="none is number"):
+                await read_attempt(context, "default", len(found["attempts"]) + 1)
             moves = Moves()
             for event in whole.history:
                 moves.add(read_event(event.written))

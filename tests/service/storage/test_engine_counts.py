@@ -497,7 +497,7 @@ def test_a_new_life_ends_the_blocks_of_the_old_one_and_loses_no_round(redis_url:
     account = Account.read(text)
     assert account.lives == ("one", "two")
     assert account.sums["v1"][0] == 500 + 100 + 750 + 90
-    rounds = [r.rounds for r in with_store(redis_url, lambda store: store.acceptances()) if r.reporter is not None]
+    rounds = [r.rounds for r in Store(redis_client, "default").acceptances() if r.reporter is not None]
     assert sum(rounds) == 1440
 
 
@@ -545,7 +545,7 @@ def test_the_time_that_an_engine_was_behind_is_that_over_which_it_reported(redis
             await store.book(acceptance(report(drafter=version, rounds=rounds, created=at)), outdated=outdated)
             await store.book(acceptance(report(drafter="v0", rounds=5, created=at, final=True)), outdated=True)
             await store.book(acceptance(report(drafter=version, rounds=rounds, created=at + 100)), outdated=outdated)
-            (record,) = (r for r in await store.acceptances() if r.drafter_version == version)
+            (record,) = (r for r in await store.newest_acceptances(0.0) if r.drafter_version == version)
             found.append(record.behind)
         return found
 
