@@ -33,6 +33,8 @@ BATCHES = {
     **{f"random {seed}": random_batch(seed) for seed in range(8)},
     "prompts": prompts([(6, 5), (9, 8), (9, 4), (9, 4), (12, 3), (14, 8), (16, 14), (30, 3), (40, 12), (41, 38)]),
     "many prompts": prompts([(n, 1 + n * n % (n - 1)) for n in range(4, 30)]),
+    "no pairs to spare": prompts([(n, n) for n in (3, 3, 10, 17, 17, 33)]),  # of 60: none, and one too many
+    "one pair too many": prompts([(n, n) for n in (17, 17, 33)]),
     "tool output": ([0, 12, 13, 20], [False] * 3 + [True] * 2 + [False] * 4 + [True] * 3 + [True] + [True] * 7),
     "nothing": ([0, 2, 4], [True, True, False, False]),
     "one token": ([0, 3], [False, False, True]),

@@ -15,9 +15,8 @@ def more(rounds: int = 100, **fields: Any) -> AcceptanceRecord:
     """Rounds of one draft of which half are accepted."""
     kept = rounds // 2
     told: dict[str, Any] = {"accepted_tokens": kept, "drafted_tokens": rounds, "accepted_per_position": (kept,)}
-    return AcceptanceRecord(
-        **{"drafter_version": "v1", "policy_version": 1, "rounds": rounds, "created": 5.0} | told | fields
-    )
+    told |= {"drafter_version": "v1", "policy_version": 1, "rounds": rounds, "created": 5.0}
+    return AcceptanceRecord(**told | fields)
 
 
 def first(**fields: Any) -> Block:
@@ -51,8 +50,8 @@ def test_no_round_emits_more_than_its_accepted_drafts_and_one() -> None:
     [
         {"method": "ngram"},
         {"drafting": TREES},
-        {"rounds": 0},
-        {"rounds": -1},
+        {"rounds": 0, "accepted_tokens": 0, "accepted_per_position": ()},
+        {"rounds": -1, "accepted_tokens": -1, "accepted_per_position": ()},
         {"accepted_tokens": None, "accepted_per_position": ()},
         {"policy_version": None},
         {"accepted_tokens": 101, "accepted_per_position": ()},
@@ -80,6 +79,7 @@ def test_what_says_nothing_or_comes_of_two_processes_is_left_out(fields: dict[st
     "fields",
     [
         {"drafting": "greedy"},
+        {"drafted_tokens": 0},
         {"rounds": 1},
         {"accepted_tokens": 100, "accepted_per_position": ()},
         {"accepted_tokens": 100, "accepted_per_position": (100,)},
@@ -88,10 +88,21 @@ def test_what_says_nothing_or_comes_of_two_processes_is_left_out(fields: dict[st
         {"accepted_tokens": 101, "accepted_per_position": (), "drafted_tokens": None},
         {"accepted_tokens": 31, "accepted_per_position": (10, 11), "drafted_tokens": 400},
     ],
-    ids=["chains", "a round", "all accepted", "by position", "level", "one life", "drafted unknown", "contradicts"],
+    ids=[
+        "chains",
+        "no drafts",
+        "a round",
+        "all accepted",
+        "by position",
+        "level",
+        "one life",
+        "drafted unknown",
+        "contradicts",
+    ],
 )
 def test_what_a_single_process_may_have_counted_is_a_block(fields: dict[str, Any]) -> None:
-    assert len(counted((), replace(more(), **{"accepted_tokens": 0, "accepted_per_position": ()} | fields))) == 1
+    nothing: dict[str, Any] = {"accepted_tokens": 0, "accepted_per_position": ()}
+    assert len(counted((), replace(more(), **nothing | fields))) == 1
 
 
 def test_counts_by_position_are_16_and_add_up_to_the_accepted() -> None:
@@ -120,7 +131,8 @@ def test_counts_by_prompt_are_at_most_those_of_the_report(by_prompt: Any, taken:
 def test_reports_become_one_block_up_to_256_rounds() -> None:
     found = counted(counted((), more(255)), more(300))
     assert [block.rounds for block in found] == [555]
-    assert [block.rounds for block in counted(found, more(10))] == [555, 10]
+    three = counted(counted(found, more(10)), more(20))
+    assert [block.rounds for block in three] == [555, 30]
     assert [block.rounds for block in counted(counted((), more(256)), more(10))] == [256, 10]
 
 
@@ -135,6 +147,8 @@ def test_the_sum_of_two_blocks_is_that_of_their_counts() -> None:
     assert ((bare + bare).drafted, (bare + bare).finished) == (None, None)
     assert (replace(one, most_running=None) + two).most_running == 5
     assert (one + replace(two, most_running=None)).most_running == 7
+    assert (replace(one, most_running=0) + replace(two, most_running=None)).most_running == 0
+    assert (replace(one, most_running=None) + replace(two, most_running=0)).most_running == 0
 
 
 def test_blocks_of_one_kind_alone_are_joined() -> None:
