@@ -541,6 +541,28 @@ def test_once_it_is_over_few_rounds_are_enough_to_say_so() -> None:
     assert found.stretch.rounds == 150
 
 
+@pytest.mark.parametrize(("factor", "kind", "newest"), [(0.4, "low", 1.0), (1.9, "above", 1.05)])
+def test_a_difference_is_over_only_by_three_errors_from_its_half(factor: float, kind: str, newest: float) -> None:
+    replays = known()
+    replays.spread, replays.response_tokens = 0.3, None
+    few = sound(60, factor=newest)
+    found = find_difference([*[sound(512, factor=factor)] * 4, few], replays, RULE)
+    assert (found.kind, len(found.blocks)) == (kind, 5)
+    alone = at_common_depth(few, replays, RULE)
+    assert alone is not None
+    assert found.stretch is not None
+    assert 1.5 < abs(Scan(replays).add(alone).errors_above(found.stretch.log_ratio / 2)) < 3.0, "or nothing is shown"
+
+
+def test_its_prompts_do_not_explain_a_low_engine_of_which_the_newest_block_is_lower() -> None:
+    replays = known()
+    replays.spread, replays.answered = 0.005, {1: 4 * 4096 * 2.775}
+    blocks = [*[sound(4096, factor=0.86)] * 2, sound(256, factor=0.6)]
+    found = find_difference(blocks, replays, RULE)
+    assert (found.kind, len(found.blocks), found.explained) == ("low", 3, False)
+    assert explained_by_prompts(found.blocks[::-1], replays, RULE, suffixes=False), "together they are"
+
+
 def test_an_engine_that_a_hard_prompt_may_explain_is_still_judged_by_its_sums() -> None:
     few = block(1536, (14, 0, 0, 0), drafted=4, finished=8, running=0, most_running=16)
     assert told(replace(few, policy_version=9)) == (
