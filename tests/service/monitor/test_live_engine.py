@@ -340,6 +340,10 @@ def test_before_so_many_rounds_hard_prompts_may_be_why() -> None:
     )
     assert told(nothing)[0] == "dead"
     assert told(block(199, (0, 0, 0, 0), drafted=4, policy=9))[0] == "unknown", "200 rounds are needed"
+    for rounds, kind in ((DEAD_ROUNDS, "dead"), (DEAD_ROUNDS - 1, "unknown")):
+        assert told(block(rounds, (15, 0, 0, 0), drafted=4, policy=9), replays=replays)[0] == kind
+    older, newest = (block(rounds, (0, 0, 0, 0), drafted=4, policy=9) for rounds in (300, 100))
+    assert told(older, newest)[0] == "dead", "200 rounds of all blocks with the version"
     other = block(400, (4, 0, 0, 0), drafted=4)
     unscored = Replays([score(1, ALPHAS[:8], version="v000002-0a1b2c3d")])
     assert told(other, replays=unscored) == (
