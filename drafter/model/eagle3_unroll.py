@@ -48,7 +48,7 @@ def unroll(
     tokens = input_ids.index_select(0, plan.read_rows)
     embedded = rms_norm(F.embedding(tokens, embed_tokens).to(cast), weights.input_norm, eps)
     by_token, by_state = weights.qkv[:, :half].contiguous(), weights.qkv[:, half:].contiguous()
-    embedded_q = linear(embedded[: plan.read_by_queries], by_token[:split])
+    embedded_q = linear(embedded[: plan.computed[0]], by_token[:split])
     embedded_kv = linear(embedded, by_token[split:])
 
     def project_qkv(x: Tensor, step: int) -> Tensor:

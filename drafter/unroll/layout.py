@@ -98,15 +98,10 @@ class Packed:
 Layout = Padded | Packed
 
 
-def as_tensor(array: Ints) -> Tensor:
-    """int64 tensor of the same content."""
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
-
-
 def pad(spans: Spans) -> Padded:
     """Group documents of similar size into rectangles."""
     span, prefix = spans.last - spans.first + 1, spans.first - spans.begin
-    order = np.lexsort((span, prefix, prefix > 0))
+    order = np.lexsort((span, prefix))  # those without a prefix first
     base = np.zeros(span.size, dtype=np.int64)
     buckets, slots = [], 0
     for members in _groups(order, span[order], prefix[order]):
@@ -124,14 +119,14 @@ def pad(spans: Spans) -> Padded:
                 documents=members.size,
                 span=L,
                 slots=slice(slots, slots + members.size * L),
-                causal_index=as_tensor(spans.key_place[key_rows].reshape(-1)),
-                prefix_index=None if before is None else as_tensor(before.reshape(-1)),
+                causal_index=torch.from_numpy(spans.key_place[key_rows].reshape(-1)),
+                prefix_index=None if before is None else torch.from_numpy(before.reshape(-1)),
                 prefix_hidden=hidden,
             )
         )
         slots += members.size * L
     slot = base[spans.span_of_row] + spans.rows - spans.first[spans.span_of_row]
-    return Padded(tuple(buckets), as_tensor(slot), _rows_of_slots(spans, slot, slots))
+    return Padded(tuple(buckets), torch.from_numpy(slot), _rows_of_slots(spans, slot, slots))
 
 
 def pack(spans: Spans) -> Packed:
@@ -142,9 +137,9 @@ def pack(spans: Spans) -> Packed:
     lengths = np.diff(keys)
     key_rows = np.arange(keys[-1]) - np.repeat(keys[:-1], lengths) + np.repeat(spans.begin, lengths)
     return Packed(
-        slot=as_tensor(slot),
+        slot=torch.from_numpy(slot),
         slot_row=_rows_of_slots(spans, slot, int(queries[-1])),
-        key_index=as_tensor(spans.key_place[key_rows]),
+        key_index=torch.from_numpy(spans.key_place[key_rows]),
         query_starts=torch.from_numpy(queries.astype(np.int32)),
         key_starts=torch.from_numpy(keys.astype(np.int32)),
         queries=tuple(queries.tolist()),
@@ -158,9 +153,9 @@ def _starts(lengths: Ints) -> Ints:
 
 def _rows_of_slots(spans: Spans, slot: Ints, slots: int) -> tuple[Tensor, ...]:
     """Per step, the row in each slot; row 0 stands where none is."""
-    row = np.full(slots, -1, dtype=np.int64)
+    row = np.zeros(slots, dtype=np.int64)
     row[slot] = np.arange(slot.size)
-    return tuple(as_tensor(np.where((row >= 0) & (row < n), row, 0)) for n in spans.computed)
+    return tuple(torch.from_numpy(np.where(row < n, row, 0)) for n in spans.computed)
 
 
 #: Padded query-key pairs that cost no more than another pair of kernel calls.
@@ -175,8 +170,8 @@ def _groups(used: Ints, span: Ints, prefix: Ints) -> list[Ints]:
         pairs = int(span[i]) * (int(span[i]) + int(prefix[i]))
         width, length = max(widest, int(span[i])), max(longest, int(prefix[i]))
         padded = (i + 1 - begin) * width * (width + length)
-        mixed = i > begin and (prefix[i] > 0) != (prefix[begin] > 0)
-        if mixed or (i > begin and padded > 2 * (exact + pairs) + _FREE_PAIRS):
+        mixed = (prefix[i] > 0) != (prefix[begin] > 0)
+        if mixed or padded > 2 * (exact + pairs) + _FREE_PAIRS:
             groups.append(used[begin:i])
             begin, exact, width, length = i, 0, int(span[i]), int(prefix[i])
         exact, widest, longest = exact + pairs, width, length

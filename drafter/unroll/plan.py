@@ -4,8 +4,8 @@ Row t is *active* at step j iff x[t+2+j] lies in its document and is a response 
 its last active one, because each step is fed by the one before. Rows that are never active (prompts, tool output) only
 contribute step-0 keys and values, and only where a later row of their document looks at them: exact, with one layer.
 
-Legend: T tokens, K steps, M rows with step-0 keys, N computed rows (n_j at step j), P embedded positions, U target
-rows, E = sum of active rows over steps. Computed rows are ordered by falling depth: step j's are simply the first n_j.
+Legend: T tokens, K steps, M rows with step-0 keys, N computed rows (n_j at step j), U target rows, E = sum of active
+rows over steps. Computed rows are ordered by falling depth: step j's are simply the first n_j.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drafter.device import to_device
 from drafter.errors import DrafterError
-from drafter.unroll.layout import Ints, Layout, Spans, as_tensor, pack, pad
+from drafter.unroll.layout import Ints, Layout, Spans, pack, pad
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,9 +32,8 @@ class Plan:
     active: tuple[Tensor | None, ...]  # per step: where they are among the n_j computed ones; None: all of them
     kv_rows: Tensor  # int64[M]: computed rows first
     positions: Tensor  # int64[M]: within the document
-    read_rows: Tensor  # int64[P]: positions of the packed axis whose token is embedded; those of queries first
-    read_by_queries: int  # how many of them
-    read_index: tuple[Tensor, ...]  # per step: int64[n_j] into P (step 0: int64[M])
+    read_rows: Tensor  # int64[M]: positions of the packed axis whose token is embedded; the N of queries first
+    read_index: tuple[Tensor, ...]  # per step: int64[n_j] into `read_rows` (step 0: int64[M])
     layout: Layout  # of queries and keys, as the kernels of the plan's device take them
     order: Tensor  # int64[E]: entries (steps concatenated) sorted by the row of the target that they are compared with
     target_rows: Tensor  # int64[U] in [0, T), ascending: p at row u is the distribution of x[u+1]
@@ -80,7 +79,7 @@ def make_plan(cu_seqlens: Tensor, loss_mask: Tensor, steps: int, *, every_row: b
     if steps < 1:
         raise DrafterError(f"expected at least one step, got {steps}")
     starts = cu_seqlens.cpu().numpy().astype(np.int64)
-    mask = loss_mask.cpu().numpy().astype(bool)
+    mask = loss_mask.cpu().numpy()
     T = mask.size
     if starts.size < 2 or starts[0] != 0 or starts[-1] != T or bool((np.diff(starts) < 1).any()):
         raise DrafterError(f"cu_seqlens must ascend from 0 to the {T} tokens of loss_mask, got {starts.tolist()[:8]}")
@@ -100,14 +99,14 @@ def make_plan(cu_seqlens: Tensor, loss_mask: Tensor, steps: int, *, every_row: b
     rows = rows[np.argsort(-depth[rows], kind="stable")]
     computed = [int((depth > j).sum()) for j in range(steps)]
     first, last = _extent(rows, document, starts)
-    context = (depth == 0) & (t <= last[document])
-    kv_rows = np.concatenate([rows, np.flatnonzero(context)])
+    context = np.flatnonzero((depth == 0) & (t <= last[document]))
+    kv_rows = np.concatenate([rows, context])
     kv_place = np.full(T, -1, dtype=np.int64)
     kv_place[kv_rows] = np.arange(kv_rows.size)
 
     reads = [kv_rows + 1] + [rows[: computed[j]] + 1 + j for j in range(1, steps)]
-    by_queries = np.unique(np.concatenate([rows + 1, *reads[1:]]))
-    read_rows = np.concatenate([by_queries, np.setdiff1d(reads[0], by_queries)])
+    # Later steps read no other token than step 0: where row t is computed at step j, row t+j is computed.
+    read_rows = np.concatenate([np.sort(rows), context]) + 1
     read_place = np.full(T, -1, dtype=np.int64)
     read_place[read_rows] = np.arange(read_rows.size)
 
@@ -122,18 +121,17 @@ def make_plan(cu_seqlens: Tensor, loss_mask: Tensor, steps: int, *, every_row: b
         steps=steps,
         tokens=T,
         computed=tuple(computed),
-        rows=tuple(as_tensor(rows[c]) for c in chosen),
-        active=tuple(None if c.size == n else as_tensor(c) for c, n in zip(chosen, computed, strict=True)),
-        kv_rows=as_tensor(kv_rows),
-        positions=as_tensor(kv_rows - starts[document[kv_rows]]),
-        read_rows=as_tensor(read_rows),
-        read_by_queries=by_queries.size,
-        read_index=tuple(as_tensor(read_place[r]) for r in reads),
+        rows=tuple(torch.from_numpy(rows[c]) for c in chosen),
+        active=tuple(None if c.size == n else torch.from_numpy(c) for c, n in zip(chosen, computed, strict=True)),
+        kv_rows=torch.from_numpy(kv_rows),
+        positions=torch.from_numpy(kv_rows - starts[document[kv_rows]]),
+        read_rows=torch.from_numpy(read_rows),
+        read_index=tuple(torch.from_numpy(read_place[r]) for r in reads),
         layout=pad(spans),
-        order=as_tensor(order),
-        target_rows=as_tensor(target_rows),
-        target_index=as_tensor(target_index),
-        entry_step=as_tensor(step[order]),
+        order=torch.from_numpy(order),
+        target_rows=torch.from_numpy(target_rows),
+        target_index=torch.from_numpy(target_index),
+        entry_step=torch.from_numpy(step[order]),
         target_starts=(0, *np.cumsum(counts).tolist()),
         spans=spans,
     )

@@ -139,8 +139,8 @@ def _is_of_two(more: AcceptanceRecord) -> bool:
 def _by_prompt(more: AcceptanceRecord, tokens: int) -> dict[str, tuple[int, int]]:
     """Counts by prompt; empty where they contradict the sums."""
     found = more.by_prompt or {}
-    sums = [sum(column) for column in zip(*found.values(), strict=True)] or [0, 0]
-    return found if sums[0] <= tokens and sums[1] <= more.rounds else {}
+    emitted, rounds = sum(own for own, _ in found.values()), sum(took for _, took in found.values())
+    return found if emitted <= tokens and rounds <= more.rounds else {}
 
 
 def _positions(more: AcceptanceRecord) -> tuple[int, ...]:

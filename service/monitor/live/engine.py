@@ -329,20 +329,20 @@ def _change(
             i
             for i in told
             if _is_low(stretches[i], rule)
-            and _is_low(_with_rounds_before(matched, len(matched) - 1 - i, replays), rule)
+            and _is_low(_with_rounds_before(matched, len(matched) - 1 - i, replays, rule), rule)
         ]
         low = min(fallen, key=lambda i: stretches[i].errors_above(-rule.dead_band), default=None)
         high = max(told, key=lambda i: stretches[i].errors_above(rule.above_band))
         if low is not None:
-            at, sign, kind = low, 1.0, "low"
+            at, sign = low, 1.0
         elif stretches[high].errors_above(rule.above_band) > rule.certain:
-            at, sign, kind = high, -1.0, "above"
+            at, sign = high, -1.0
         else:
             return begin, "healthy", stretches[-1]
         half = stretches[at].log_ratio / 2
         over = [i for i in range(at) if sign * stretches[i].errors_above(half) > SIGMAS]  # the difference is over
         if not over:
-            return len(matched) - 1 - at, "low" if kind == "low" else "above", stretches[at]
+            return len(matched) - 1 - at, "low" if sign > 0 else "above", stretches[at]
         begin = len(matched) - 1 - over[-1]
 
 
@@ -350,7 +350,7 @@ def _is_low(stretch: Stretch, rule: LiveRule) -> bool:
     return stretch.errors_above(-rule.dead_band) < -rule.certain
 
 
-def _with_rounds_before(matched: Sequence[Matched], begin: int, replays: Replays) -> Stretch:
+def _with_rounds_before(matched: Sequence[Matched], begin: int, replays: Replays, rule: LiveRule) -> Stretch:
     """The stretch from `begin` on, with what the blocks before it have of its prompts, where these are known.
 
     Replay of a prompt is of all its answers. Those that accept little take more rounds, and run when the others have
@@ -362,12 +362,10 @@ def _with_rounds_before(matched: Sequence[Matched], begin: int, replays: Replays
         if one.paired:
             asked[id(one.replay)].update(one.block.by_prompt)
     for one in reversed(matched[:begin]):
-        known = asked[id(one.replay)] & one.replay.by_prompt.keys() if one.paired else ()
+        known = asked[id(one.replay)] if one.paired else ()
         own = {prompt: counts for prompt, counts in one.block.by_prompt.items() if prompt in known}
-        of_them = replace(one.block, rounds=sum(rounds for _, rounds in own.values()), by_prompt=own)
-        if pairs := one.replay.on_prompts_of(of_them):
-            tokens, expected, rounds, replayed = (math.fsum(column) for column in zip(*pairs, strict=True))
-            stretch = scan.add(replace(one, rounds=int(rounds), tokens=tokens, expected=expected, replayed=replayed))
+        if found := _on_replayed_prompts(replace(one.block, by_prompt=own), one.replay, replays, rule):
+            stretch = scan.add(found)
     return stretch
 
 

@@ -16,6 +16,7 @@ from service.monitor.live.engine import (
     Scan,
     Stretch,
     _above_band,
+    _agrees_on_replayed_prompts,
     _may_be_hard,
     _PromptBounds,
     at_common_depth,
@@ -78,6 +79,17 @@ def test_an_engine_whose_depth_varies_is_compared_by_the_first_draft_of_each_rou
     assert find_difference([engine], replays, RULE).kind in (("low",) if bad < 1 else ("depth", "healthy"))
 
 
+def test_counts_of_positions_that_it_does_not_draft_do_not_make_its_depth_vary() -> None:
+    """An engine may count more positions than it drafts, without a draft there."""
+    padded = at_common_depth(block(1000, (600, 450, 0, 0), drafted=2), known(), RULE)
+    assert padded is not None
+    assert compared_depth(padded, RULE) == 2.0
+    for drafted, tokens, depth in ((1000, 1600, 1.0), (1750, 1601, 1.75), (1749, 1600, 1.0)):
+        found = at_common_depth(Block(VERSION, 1, 1000, 1601, drafted, (600, 1), 0.0), known(parts=(3, 1)), RULE)
+        assert found is not None
+        assert (found.tokens, compared_depth(found, RULE)) == (tokens, depth)
+
+
 def test_where_no_depth_is_known_it_is_that_of_replay_or_the_rule() -> None:
     untold = Block(VERSION, 1, 1000, 3000, None, (), 0.0)
     found = at_common_depth(untold, known(), RULE)
@@ -87,12 +99,18 @@ def test_where_no_depth_is_known_it_is_that_of_replay_or_the_rule() -> None:
     between = at_common_depth(Block(VERSION, 1, 1000, 2700, 3500, (), 0.0), known(), RULE)
     assert between is not None
     assert between.expected == pytest.approx(1000 * (between.replay.alpha(3.5) or 0.0))
+    whole = at_common_depth(Block(VERSION, 1, 1000, 2700, 3995, (), 0.0), known(), RULE)
+    assert whole is not None
+    assert whole.expected == pytest.approx(1000 * (whole.replay.alpha() or 0.0), rel=1e-12), "a hundredth is no part"
     bare = Replays([ScoreRecord(served=DrafterSums.of([300.0], [100.0]), drafter_version=VERSION, policy_version=1)])
     found = at_common_depth(untold, bare, LiveRule(depth=3))
     assert found is not None
     assert compared_depth(found, LiveRule(depth=3)) == 3.0
     flips = found.replay.flips
     assert Scan(bare).add(found).error == pytest.approx(math.sqrt(flips / 1000)), "of prompts' spread nothing is known"
+    as_deep = at_common_depth(Block(VERSION, 1, 1000, 3000, 3000, (), 0.0), bare, LiveRule(depth=3))
+    assert as_deep is not None
+    assert as_deep.expected == pytest.approx(1000 * 3.0)
     shallow = Block(VERSION, 1, 1000, 2000, 2000, (), 0.0)
     assert at_common_depth(shallow, bare, RULE) is None, "replay has no counts by position"
     assert at_common_depth(block(100, (50,), policy=7), known(), RULE) is None
@@ -188,6 +206,10 @@ def test_the_variance_of_blocks_that_are_known_by_prompt_is_that_of_the_differen
     other = at_common_depth(shallow, replays, RULE)
     assert other is not None
     assert not other.paired, "replay by prompt is of the whole depth"
+    for rounds, paired in ((526, True), (527, False)):
+        most = at_common_depth(replace(found.block, rounds=rounds, drafted=4 * rounds), replays, RULE)
+        assert most is not None
+        assert most.paired == paired, "of 95 % of its rounds the prompts must be known"
     whole = Matched(found.block, found.replay, 500, 1300.0, expected, 800.0)
     unpaired = Scan(replays).add(whole).error
     replays.paired = None
@@ -318,6 +340,10 @@ def test_before_so_many_rounds_hard_prompts_may_be_why() -> None:
     )
     assert told(nothing)[0] == "dead"
     assert told(block(199, (0, 0, 0, 0), drafted=4, policy=9))[0] == "unknown", "200 rounds are needed"
+    for rounds, kind in ((DEAD_ROUNDS, "dead"), (DEAD_ROUNDS - 1, "unknown")):
+        assert told(block(rounds, (15, 0, 0, 0), drafted=4, policy=9), replays=replays)[0] == kind
+    older, newest = (block(rounds, (0, 0, 0, 0), drafted=4, policy=9) for rounds in (300, 100))
+    assert told(older, newest)[0] == "dead", "200 rounds of all blocks with the version"
     other = block(400, (4, 0, 0, 0), drafted=4)
     unscored = Replays([score(1, ALPHAS[:8], version="v000002-0a1b2c3d")])
     assert told(other, replays=unscored) == (
@@ -441,6 +467,8 @@ def test_the_last_rounds_of_some_prompts_are_low_only_together_with_their_first_
     assert told(part(1600, 3.3, 4, 5, 6, 7), last, replays=replays)[0] == "low", "those were other prompts"
     both = part(800, 3.15, 0, 1, 2, 3) + part(800, 2.8, 4, 5, 6, 7)
     assert told(both, last, replays=replays)[0] == "healthy"
+    lower = part(800, 2.65, 0, 1, 2, 3) + part(800, 3.15, 4, 5, 6, 7)
+    assert told(lower, last, replays=replays)[0] == "low", "what it emitted for other prompts is no matter"
     assert told(part(800, 3.15, 0, 1, 2, 3, policy=9), last, replays=replays)[0] == "low", "no replay has those"
 
 
@@ -452,6 +480,7 @@ def test_the_last_rounds_of_some_prompts_are_low_only_together_with_their_first_
         (800, 2.3, 1.3, 0.1, ("low", False)),
         (800, 2.3, 1.3, 20.0, ("low", False)),
         (192, 2.775, 1.3, 0.1, ("low", False)),
+        (200, 2.775, 1.3, 0.1, ("low", True)),
         (1600, 2.775, 4.99, 0.1, ("above", True)),
         (1600, 4.9, 4.99, 0.1, ("above", False)),
         (1600, 3.35, 4.99, 0.1, ("above", False)),
@@ -468,6 +497,83 @@ def test_prompts_that_were_not_sent_explain_a_difference_that_the_others_do_not_
     sent, unsent = part(rounds, own, *range(8)), part(2000, others, 90, 91, 92)
     one = find_difference([sent + unsent], replays, RULE)
     assert (one.kind, one.explained) == found
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "agree"),
+    [(-0.06, -0.45, True), (-0.08, -0.32, False), (-0.17, -0.7, False), (0.08, 0.45, True), (0.12, 0.3, False)],
+)
+def test_what_is_known_of_the_prompts_lies_clearly_on_replays_side_of_half(
+    own: float, others: float, agree: bool
+) -> None:
+    """By three errors, of 0.02 each; and it lies within the band, up to three errors."""
+    replays = known()
+    replays.paired = (0.888, 0.0)
+    sent, unsent = part(800, 2.775 * math.exp(own), *range(8)), part(2000, 2.775 * math.exp(others), 90, 91)
+    found = at_common_depth(sent + unsent, replays, RULE)
+    assert found is not None
+    assert not found.paired
+    assert _agrees_on_replayed_prompts([found], replays, RULE) == agree
+
+
+def test_replay_without_counts_by_position_is_of_the_rules_depth() -> None:
+    replays = known(parts=())
+    replays.paired = (3.0, 0.0)
+    bare = [replace(part(600, alpha, *range(8)), accepted=()) for alpha in (2.775, 1.6)]
+    sound_one = find_difference([bare[0]] * 3, replays, RULE)
+    assert (sound_one.kind, sound_one.blocks[0].paired) == ("healthy", True)
+    low = find_difference([bare[0], *[bare[1]] * 3], replays, RULE)
+    assert (low.kind, low.explained) == ("low", False)
+    two = replace(part(600, 2.775, *range(8)), drafted=1200, accepted=(600, 465))
+    found = at_common_depth(two, with_pairs(known(parts=(3, 1))), RULE)
+    assert found is not None
+    assert found.paired, "the depth is that of replay, whatever the rule's"
+
+
+def with_pairs(replays: Replays) -> Replays:
+    replays.paired = (3.0, 0.0)
+    return replays
+
+
+def test_once_it_is_over_few_rounds_are_enough_to_say_so() -> None:
+    replays = known()
+    replays.spread, replays.response_tokens = 0.3, None
+    few = [sound(50)] * 3
+    found = find_difference([*[sound(512, factor=0.4)] * 4, *few], replays, RULE)
+    assert (found.kind, len(found.blocks)) == ("healthy", 3)
+    assert found.stretch is not None
+    assert found.stretch.rounds == 150
+
+
+@pytest.mark.parametrize(("factor", "kind", "newest"), [(0.4, "low", 1.0), (1.9, "above", 1.05)])
+def test_a_difference_is_over_only_by_three_errors_from_its_half(factor: float, kind: str, newest: float) -> None:
+    replays = known()
+    replays.spread, replays.response_tokens = 0.3, None
+    few = sound(60, factor=newest)
+    found = find_difference([*[sound(512, factor=factor)] * 4, few], replays, RULE)
+    assert (found.kind, len(found.blocks)) == (kind, 5)
+    alone = at_common_depth(few, replays, RULE)
+    assert alone is not None
+    assert found.stretch is not None
+    assert 1.5 < abs(Scan(replays).add(alone).errors_above(found.stretch.log_ratio / 2)) < 3.0, "or nothing is shown"
+
+
+def test_its_prompts_do_not_explain_a_low_engine_of_which_the_newest_block_is_lower() -> None:
+    replays = known()
+    replays.spread, replays.answered = 0.005, {1: 4 * 4096 * 2.775}
+    blocks = [*[sound(4096, factor=0.86)] * 2, sound(256, factor=0.6)]
+    found = find_difference(blocks, replays, RULE)
+    assert (found.kind, len(found.blocks), found.explained) == ("low", 3, False)
+    assert explained_by_prompts(found.blocks[::-1], replays, RULE, suffixes=False), "together they are"
+
+
+def test_an_engine_that_a_hard_prompt_may_explain_is_still_judged_by_its_sums() -> None:
+    few = block(1536, (14, 0, 0, 0), drafted=4, finished=8, running=0, most_running=16)
+    assert told(replace(few, policy_version=9)) == (
+        "unknown",
+        "live α 1.01 over 1,536 rounds against replay α 2.98: a hard prompt may do that",
+    )
+    assert told(few)[0] == "low"
 
 
 def test_it_was_sound_before_if_it_was_less_than_half_as_low() -> None:
