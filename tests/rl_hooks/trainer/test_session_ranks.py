@@ -153,6 +153,7 @@ def test_a_stores_host_that_is_stopped_holds_up_neither_a_hook_nor_a_forward(
             session = start.attach(0)
             before = session.id
             host.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, host.pid, os.WSTOPPED)  # each of its threads
             monkeypatch.setattr(rl_hooks.trainer.session, "_WAIT_SECONDS", 0.2)
             start.step({0: session}, 0)
             assert session.id == before != ""
