@@ -1,7 +1,7 @@
 """`python broken_hook.py KIND STEPS ARGUMENTS...`: the command line `draftalign` with a hook that sends wrong features.
 
 KIND is `zeros`, `shuffled` (another rollout's), `order` (the layers exchanged) or `stale` (the base policy's); `none`
-changes nothing. The initial drafter is trained for STEPS steps: the demo takes 150, of task recall 300.
+changes nothing. The initial drafter of task recall is trained for STEPS steps: 300 is what the demo takes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Stale:
 
 if __name__ == "__main__":
     kind, steps = sys.argv.pop(1), int(sys.argv.pop(1))
-    TASKS.update({n: replace(t, initial_drafter=replace(t.initial_drafter, steps=steps)) for n, t in TASKS.items()})
+    TASKS["recall"] = replace(recall.TASK, initial_drafter=replace(recall.TASK.initial_drafter, steps=steps))
     kinds: dict[str, Callable[[Layers], Layers]] = {"none": tuple, "zeros": zeros, "shuffled": shuffled, "order": order}
     breaking = Stale() if kind == "stale" else kinds[kind]
     cast = features._cast
