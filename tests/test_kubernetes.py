@@ -507,7 +507,8 @@ class _Node:
             name = argument[2:].partition("=")[0]
             self._argv[number] = f"--{name}={here.pop(name)}" if name in here else argument
         assert not here
-        self._argv.insert(1, f"--rdzv-conf=is_host={first}")
+        # A node that is lost is waited for: ten seconds, where torchrun's own are thirty.
+        self._argv.insert(1, f"--rdzv-conf=is_host={first},last_call_timeout=10")
         beside = str(Path(sys.executable).parent)
         of_manifest = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
         of_manifest |= variables | {

@@ -33,6 +33,7 @@ def make(policy: str, drafter: str, depth: int, ranks: int) -> Any:
         disable_log_stats=False,
         enable_prefix_caching=True,
         block_size=32,
+        num_gpu_blocks_override=512,
         generation_config="vllm",
         load_format="dummy" if dummy else "auto",
         weight_transfer_config={"backend": "files"},

@@ -60,7 +60,7 @@ def test_an_engine_core_of_its_own_process_sends_its_last_requests_idle_and_at_i
     serve: Callable[..., RunningService], drafters: Path, tmp_path: Path
 ) -> None:
     service = serve()
-    llm = LlmProcess(tmp_path / "llm", drafters / "random", **_follows(service, tmp_path))
+    llm = LlmProcess(tmp_path / "llm", drafters / "random", forked=True, **_follows(service, tmp_path))
     try:
         llm.generate(_PROMPTS)
         eventually(lambda: _rollouts(service) == Counter({0: len(_PROMPTS)}), 60)

@@ -139,6 +139,7 @@ def llm(service: RunningService, drafters: Path, tmp_path: Path) -> Iterator[Llm
     made = LlmProcess(
         tmp_path / "llm",
         drafters / "random",
+        forked=True,
         DRAFTALIGN_URL=service.url,
         DRAFTALIGN_SAMPLE_FRACTION="1.0",
         DRAFTALIGN_TOKENS_PER_MINUTE="10000000",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from helpers.drafter.decode_fixtures import policy_of
 from helpers.engine.engine_fixtures import base_policy, elicit_prompts, trained_drafter, write
 from helpers.ports import free_port
+from vllm_server.vllm_process import FORKED
 
 from drafter.replay.replay import replay
-from examples import elicit
+from examples import elicit, vllm_engine
 from examples.features import Rollout, batch_of
 from examples.vllm_engine import VllmClient, vllm_server
 from rl_hooks.engines.counters import Snapshot
@@ -26,11 +28,21 @@ DEPTH = 4
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmClient]:
     state_dir, port = tmp_path_factory.mktemp("demo") / "state", free_port()
     drafter = write(trained_drafter(), state_dir / "initial-drafter")
-    with vllm_server(state_dir, drafter, port, depth=DEPTH, seed=0) as process:
-        served = VllmClient(f"http://127.0.0.1:{port}", state_dir)
-        served.wait(process)
-        yield served
-        served.close()
+    variables = vllm_engine._environment
+
+    def forking(*places: Path) -> dict[str, str]:
+        """Its processes are forks of the first; in the demo's own test vLLM spawns them, as a user's does."""
+        given = variables(*places)
+        path = f"{Path(__file__).parent / 'plugin'}{os.pathsep}{given['PYTHONPATH']}"
+        return given | FORKED | {"PYTHONPATH": path}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_engine, "_environment", forking)
+        with vllm_server(state_dir, drafter, port, depth=DEPTH, seed=0) as process:
+            served = VllmClient(f"http://127.0.0.1:{port}", state_dir)
+            served.wait(process)
+            yield served
+            served.close()
 
 
 def moved_policy(seed: int) -> Any:

@@ -139,6 +139,7 @@ class VllmServer:
             "--max-model-len": "256",
             "--max-num-seqs": "8",
             "--max-num-batched-tokens": "256",
+            "--num-gpu-blocks-override": "512",  # else it zeroes a whole gigabyte
             "--generation-config": "vllm",
             "--speculative-config": json.dumps(speculative or eagle3),
         }

@@ -8,6 +8,7 @@ signal, its number below zero. It ends when its stdin and the programs have.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -24,6 +25,8 @@ def main() -> None:
     place, *modules = sys.argv[1:]
     for name in modules:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # an engine collects garbage some six times at its start: each would look at all that is imported
     signal.signal(signal.SIGCHLD, lambda *_: note_ends(place, os.WNOHANG))
     with socket.create_server(place, family=socket.AF_UNIX) as server:
         print("ready", flush=True)

@@ -153,6 +153,7 @@ def test_a_stores_host_that_is_stopped_holds_up_neither_a_hook_nor_a_forward(
             session = start.attach(0)
             before = session.id
             host.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, host.pid, os.WSTOPPED)  # each of its threads
             monkeypatch.setattr(rl_hooks.trainer.session, "_WAIT_SECONDS", 0.2)
             start.step({0: session}, 0)
             assert session.id == before != ""
@@ -166,12 +167,12 @@ def test_ranks_that_torchrun_starts_again_on_two_hosts_begin_another_session(tmp
     """Each agent counts its own restarts, and the store of the ranks stays.
 
     torch's own `init_process_group` sometimes waits for addresses of before the restart, without our code too: then the
-    two agents are begun anew.
+    two agents are begun anew, with more time each time.
     """
     script = tmp_path / "trainer.py"
     script.write_text(_SCRIPT)
-    for attempt in range(4):
-        if (lines := _two_hosts(script, tmp_path / f"died-{attempt}")) is not None:
+    for attempt in range(1, 5):
+        if (lines := _two_hosts(script, tmp_path / f"died-{attempt}", 50 * attempt)) is not None:
             break
     assert lines is not None
     said = [line.split(" ")[1:] for line in lines if line.startswith("SESSION")]
@@ -180,7 +181,7 @@ def test_ranks_that_torchrun_starts_again_on_two_hosts_begin_another_session(tmp
     assert first != second
 
 
-def _two_hosts(script: Path, mark: Path) -> list[str] | None:
+def _two_hosts(script: Path, mark: Path, seconds: float) -> list[str] | None:
     """What the ranks of two agents of torchrun print; None where they did not end in time."""
     port, agents = free_port(), list[subprocess.Popen[str]]()
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "7"]
@@ -191,7 +192,7 @@ def _two_hosts(script: Path, mark: Path) -> list[str] | None:
         arguments = [*command, str(script), str(mark), "b"]
         agents.append(subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True))
     try:
-        lines = [line for one in agents for line in one.communicate(timeout=100)[0].splitlines()]
+        lines = [line for one in agents for line in one.communicate(timeout=seconds)[0].splitlines()]
     except subprocess.TimeoutExpired:
         return None
     finally:

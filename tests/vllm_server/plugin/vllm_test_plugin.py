@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +57,7 @@ def register() -> None:
         schedule_ahead()
     if os.environ.get("TRITON_INTERPRET") == "1":
         patch_once()
+        look_for_no_overflow()
         interpret_log1p()
 
 
@@ -78,6 +79,15 @@ def patch_once() -> None:
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_new
+
+
+def look_for_no_overflow() -> None:
+    """Have the interpreter compute no operation a second time in 64 bits: it asserts by that in debug mode alone."""
+    import triton.runtime.interpreter as interpreter
+
+    builder = interpreter.interpreter_builder
+    if hasattr(builder.options, "sanitize_overflow"):
+        builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 def interpret_log1p() -> None:
