@@ -20,6 +20,7 @@ import httpx
 import pytest
 import torch
 from helpers.engine.agent_fixtures import eventually
+from helpers.forked import run_fork
 from helpers.ports import free_port
 from helpers.worker.worker_fixtures import World, alive
 from pydantic import SecretStr, ValidationError
@@ -49,14 +50,8 @@ def clean_environment(**changes: str) -> dict[str, str]:
 
 
 def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "service.cli", *arguments],
-        cwd=cwd,
-        env=clean_environment(PYTHONPATH=str(ROOT), **environment),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    variables = clean_environment(**environment)
+    return run_fork("command", "service.cli", *arguments, directory=cwd, environment=variables)
 
 
 def last_line(text: str) -> str:
