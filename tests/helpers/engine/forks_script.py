@@ -3,8 +3,8 @@
 Run by an engine's Python, or ours. It says a line when it is ready. Who connects to SOCKET sends a JSON object: the
 `program` (a module, or a file that ends in .py), its `arguments`, the whole `environment`, its `directory`, its
 `stdin`, the `log`, and the file of its `errors`, which may be the log. The answer is the program's process id. When
-that has ended, the file SOCKET.PID holds its exit code, as subprocess counts: of a signal, its number below zero. It ends
-when its stdin and the programs have.
+that has ended, the file SOCKET.PID holds its exit code, as subprocess counts: of a signal, its number below zero. It
+ends when its stdin and the programs have.
 """
 
 from __future__ import annotations
