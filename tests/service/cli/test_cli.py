@@ -370,7 +370,7 @@ def test_up_with_two_ranks_loses_nothing_when_a_rank_or_their_torchrun_is_killed
             now = ranks()
             return sorted(now) == [0, 1] and not {*now.values()} & {*before.values()}
 
-        for number, victim in enumerate([1, 0, None]):
+        for number, victim in enumerate([0, None]):  # test_worker_ranks.py kills rank 1 too
             posted = []
             for part in "ab":
                 file = world.rollout_file(f"{part}{number}", policy_version=number)
@@ -386,7 +386,7 @@ def test_up_with_two_ranks_loses_nothing_when_a_rank_or_their_torchrun_is_killed
             eventually(partial(begun_since, found), seconds=200)
         os.killpg(up.process.pid, signal.SIGINT)
         assert up.process.wait(60) == 0
-        assert len(seen) >= 8
+        assert len(seen) >= 6
         assert not any(alive(pid) for pid in seen)
     finally:
         up.close()
