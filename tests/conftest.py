@@ -70,11 +70,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(made.cleanup)
 
 
-def pytest_collection(session: pytest.Session) -> None:
-    """Choose Triton's interpreter before any test module imports Triton, where the tests of its kernels may run."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Choose Triton's interpreter before any test module imports Triton, where the tests of its kernels may run.
+
+    Nothing looks for garbage in what is imported and collected: that stays.
+    """
     given = [session.config.invocation_params.dir / argument.split("::")[0] for argument in session.config.args]
     if any(_KERNELS.is_relative_to(path.resolve()) for path in given):
         from helpers.drafter import triton_fixtures  # noqa: F401
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

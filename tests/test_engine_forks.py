@@ -96,6 +96,15 @@ def test_a_fork_reads_what_it_is_written_and_its_exit_code_is_known(
     assert fork.returncode == expected
 
 
+def test_a_fork_runs_where_it_is_told_and_its_errors_go_to_a_file_of_their_own(program: Path, tmp_path: Path) -> None:
+    program.write_text("import os, sys; print(os.getcwd()); print('wrong', file=sys.stderr)")
+    log, errors, place = tmp_path / "log", tmp_path / "errors", tmp_path / "place"
+    place.mkdir()
+    fork = forks().fork(str(program), [], {"PYTHONPATH": "/nowhere"}, log, errors=errors, directory=place)
+    fork.wait(60)
+    assert (log.read_text(), errors.read_text()) == (f"{place}\n", "wrong\n")
+
+
 def test_what_forks_outlives_who_began_it_by_its_last_fork_whose_exit_code_is_known(
     program: Path, tmp_path: Path
 ) -> None:

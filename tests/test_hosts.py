@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +21,8 @@ pytest.importorskip("obstore")
 pytest.importorskip("botocore")
 pytest.importorskip("moto")
 
+from helpers.engine.engine_forks import Fork
+from helpers.forked import ROOT, forks
 from helpers.service.failover_fixtures import until
 from helpers.service.object_fixtures import BUCKET, Store
 from helpers.service.service_fixtures import HEADERS, RunningService, rollout_file
@@ -45,10 +45,12 @@ class Hosts:
         self._place, self._stack = place, stack
         given = {f"DRAFTALIGN_{name.upper()}": str(value) for name, value in SETTINGS.items()}
         self._environment = os.environ | given | {"DRAFTALIGN_REDIS_URL": redis_url, "OMP_NUM_THREADS": "1"}
+        self._environment["PYTHONPATH"] = str(ROOT)
 
-    def start(self, what: str, host: str, port: int = 0) -> subprocess.Popen[bytes]:
+    def start(self, what: str, host: str, port: int = 0) -> Fork:
         own = {"DRAFTALIGN_STATE_DIR": str(self._place / host), "DRAFTALIGN_PORT": str(port)}
-        process = subprocess.Popen([sys.executable, "-m", "service.cli", what], env=self._environment | own)
+        kind = "worker" if what == "worker" else "command"
+        process = forks(kind).fork("service.cli", [what], self._environment | own, self._place / f"{host}.log")
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
         if port:

@@ -6,8 +6,6 @@ import contextlib
 import hashlib
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +14,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from helpers.engine.engine_forks import Fork
+from helpers.forked import ROOT, forks
 from helpers.ports import free_port
 from helpers.service.service_fixtures import HEADERS, publish, rollout_file, run_file
 from helpers.service.storage_fixtures import RolloutQueue
@@ -46,9 +46,9 @@ class Replicas:
         self._processes = [self._start(port) for port in self.ports]
         self._wait_until_ready()
 
-    def _start(self, port: int) -> subprocess.Popen[bytes]:
-        argv = [sys.executable, "-m", "service.cli", "serve"]
-        process = subprocess.Popen(argv, env=self._environment | {"DRAFTALIGN_PORT": str(port)})
+    def _start(self, port: int) -> Fork:
+        environment = self._environment | {"DRAFTALIGN_PORT": str(port), "PYTHONPATH": str(ROOT)}
+        process = forks("command").fork("service.cli", ["serve"], environment, self.layout.root / f"{port}.log")
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
         return process

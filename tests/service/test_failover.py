@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from helpers.engine.engine_forks import Fork
+from helpers.forked import ROOT, forks
 from helpers.ports import free_port
 from helpers.service.failover_fixtures import Cluster, Sentinels, Server, Servers
 from helpers.service.service_fixtures import HEADERS
@@ -30,17 +30,13 @@ KINDS: dict[str, Callable[[Path], Servers]] = {
 
 
 @contextlib.contextmanager
-def _process(log: Path, environment: dict[str, str], *argv: str) -> Iterator[subprocess.Popen[bytes]]:
-    with (
-        log.open("wb") as out,
-        subprocess.Popen(
-            [sys.executable, "-m", "service.cli", *argv], env=environment, stdout=out, stderr=out
-        ) as process,
-    ):
-        try:
-            yield process
-        finally:
-            process.kill()
+def _process(log: Path, environment: dict[str, str], part: str) -> Iterator[Fork]:
+    process = forks("worker" if part == "worker" else "command").fork("service.cli", [part], environment, log)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 class Service:
@@ -56,6 +52,7 @@ class Service:
             "DRAFTALIGN_REDIS_URL": servers.url,
             "DRAFTALIGN_PORT": str(port),
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
         }
         log = state_dir.parent
         self.processes = [

@@ -100,11 +100,17 @@ class Forks:
         environment: Mapping[str, str],
         log: Path,
         stdin: Path = Path(os.devnull),
+        errors: Path | None = None,
+        directory: Path = Path(),
     ) -> Fork:
-        """A fork that runs the program, a module or a file, with this environment and no other."""
+        """A fork that runs the program, a module or a file, with this environment and no other.
+
+        `errors`: where its standard error goes; without it to `log`, as its standard output does.
+        """
         log.touch()  # whoever looks for it at once finds it
-        asked = {"program": program, "arguments": arguments, "environment": environment, "log": str(log)}
-        asked |= {"stdin": str(stdin)}
+        asked = {"program": program, "arguments": arguments, "environment": environment, "stdin": str(stdin)}
+        places = {"directory": directory, "log": log, "errors": errors or log}
+        asked |= {name: str(place.absolute()) for name, place in places.items()}
         for _ in range(2):
             with self._connected() as connection, connection.makefile("rw") as line:
                 line.write(json.dumps(asked) + "\n")

@@ -1,9 +1,10 @@
 """`python -P forks_script.py SOCKET MODULE...` imports the modules once; each program asked for is a fork of it.
 
-Run by an engine's Python. It says a line when it is ready. Who connects to SOCKET sends a JSON object: the `program` (a
-module, or a file that ends in .py), its `arguments`, the whole `environment`, the `log` and its `stdin`. The answer is
-the program's process id. When that has ended, the file SOCKET.PID holds its exit code, as subprocess counts: of a
-signal, its number below zero. It ends when its stdin and the programs have.
+Run by an engine's Python, or ours. It says a line when it is ready. Who connects to SOCKET sends a JSON object: the
+`program` (a module, or a file that ends in .py), its `arguments`, the whole `environment`, its `directory`, its
+`stdin`, the `log`, and the file of its `errors`, which may be the log. The answer is the program's process id. When
+that has ended, the file SOCKET.PID holds its exit code, as subprocess counts: of a signal, its number below zero. It
+ends when its stdin and the programs have.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from pathlib import Path
 def main() -> None:
     """Answer until stdin ends; in a fork, run the program."""
     place, *modules = sys.argv[1:]
+    gc.disable()
     for name in modules:
         importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # an engine collects garbage some six times at its start: each would look at all that is imported
+    gc.freeze()  # what was imported stays: no fork looks through it for garbage, at its start or end
+    gc.enable()
     signal.signal(signal.SIGCHLD, lambda *_: note_ends(place, os.WNOHANG))
     with socket.create_server(place, family=socket.AF_UNIX) as server:
         print("ready", flush=True)
@@ -61,13 +63,17 @@ def note_ends(place: str, options: int) -> None:
         part.rename(f"{place}.{pid}")
 
 
-def become(program: str, arguments: list[str], environment: dict[str, str], log: str, stdin: str) -> None:
+def become(
+    program: str, arguments: list[str], environment: dict[str, str], directory: str, stdin: str, log: str, errors: str
+) -> None:
     """Run the program as a process of its own would, but for what is imported already."""
     os.setsid()  # one group: its own processes go when it is killed
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     read, written = os.open(stdin, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for number, file in enumerate((read, written, written)):
+    wrong = written if errors == log else os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number, file in enumerate((read, written, wrong)):
         os.dup2(file, number)
+    os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = [place for place in environment["PYTHONPATH"].split(os.pathsep) if place not in sys.path]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -41,6 +42,7 @@ def fork_ranks(work: Callable[[int], None], world: int, before: Callable[[], Non
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
         os.environ |= {"WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
         torch.set_num_threads(1)
+        gc.freeze()  # it looks for no garbage in what was imported
         before()
         dist.init_process_group("gloo", rank=rank, world_size=world)
         work(rank)

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import copy
 import functools
+import gc
 import json
 import os
 import select
@@ -515,6 +516,7 @@ def _nest() -> None:
     """Fork a worker for every line of options on standard input; answer with its process id."""
     import service.worker.process.worker  # noqa: F401 - imported once, before the forks
 
+    gc.freeze()  # no fork looks for garbage in what was imported
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     for line in sys.stdin:

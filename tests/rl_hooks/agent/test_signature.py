@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from helpers.engine.agent_fixtures import Engine, Peer, drafter_bytes, drafter_config, eventually, sha256, start_agent
+from helpers.forked import ROOT, run_fork
 from helpers.service.service_fixtures import RunningService
 from pydantic import SecretStr
 
@@ -29,8 +30,9 @@ pytest.importorskip("cryptography", reason="signatures need the extra `signing`"
 
 def keygen(path: Path) -> str:
     """The command, as an operator runs it; returns the public key."""
-    argv = [sys.executable, "-m", "service.cli", "keygen", str(path)]
-    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
+    done = run_fork("command", "service.cli", "keygen", str(path), directory=ROOT, environment=os.environ)
+    done.check_returncode()
+    return done.stdout.strip()
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.forked import ROOT, run_fork
 from helpers.ports import free_port
 from helpers.trainer.async_grpo_fixtures import (
     ROWS,
@@ -44,7 +43,6 @@ pytestmark = [
     # TRL calls names that transformers has renamed.
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
 ]
-ROOT = Path(__file__).resolve().parents[3]
 #: How `accelerate launch` says FSDP2.
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
@@ -287,11 +285,9 @@ def test_a_trainer_without_what_is_wrapped_is_refused_when_attaching_by_version(
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_two_ranks_send_each_the_rollouts_of_its_own_row(tmp_path: Path, how: str) -> None:
     """Rank 0 takes from the queue and counts versions; rank 1 hears of both in the batch."""
-    script = Path(__file__).with_name("async_ranks.py")
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path), how]
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | (FSDP2 if how == "fsdp2" else {})
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    script = str(Path(__file__).with_name("async_ranks.py"))
+    environment = os.environ | (FSDP2 if how == "fsdp2" else {})
+    done = run_fork("trainer", script, str(tmp_path), how, directory=ROOT, environment=environment, seconds=280)
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for found in ranks:

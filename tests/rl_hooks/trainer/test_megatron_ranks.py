@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.forked import ROOT, run_fork
 
 from rl_hooks import wire
 from rl_hooks.errors import RolloutError
@@ -17,14 +16,11 @@ from rl_hooks.trainer.megatron.part import check_packing
 from rl_hooks.trainer.megatron.ranks import part_scores
 from rl_hooks.trainer.packing import lay_out
 
-TESTS = Path(__file__).parents[2]
-
 
 def run(*cases: str) -> tuple[int, str]:
     """Exit status and the end of the standard error of `tensor_ranks.py`, which checks these cases on each rank."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (TESTS.parent, TESTS)))}
-    command = [sys.executable, str(Path(__file__).parent / "tensor_ranks.py"), *cases]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    script = str(Path(__file__).with_name("tensor_ranks.py"))
+    done = run_fork("trainer", script, *cases, directory=ROOT, environment=os.environ, seconds=200)
     return done.returncode, done.stderr[-3000:] if done.returncode else ""
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.forked import ROOT, run_fork
 
-ROOT = Path(__file__).parents[3]
 #: How trainers wrap: layers and the root (verl, accelerate), with and without freeing; [norm, lm_head] as one unit
 #: (torchtitan, prime-rl); lm_head and the embedding alone; tied; mixed precision; a fused loss; checkpointing; DDP.
 WHOLE = [
@@ -37,10 +35,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(name="ranks", scope="module")
 def _ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("ranks")
-    script = Path(__file__).with_name("sharded_trainer.py")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(out), *WHOLE, NEVER_WHOLE, BROKEN]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    script = str(Path(__file__).with_name("sharded_trainer.py"))
+    cases = [str(out), *WHOLE, NEVER_WHOLE, BROKEN]
+    done = run_fork("trainer", script, *cases, directory=ROOT, environment=os.environ, seconds=280)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
 
@@ -102,12 +99,8 @@ FSDP2 = {
 
 
 def test_trls_grpo_under_accelerates_fsdp2(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("sharded_trl.py")
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-    offline = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-    environment = os.environ | FSDP2 | offline | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    script = str(Path(__file__).with_name("sharded_trl.py"))
+    done = run_fork("trainer", script, str(tmp_path), directory=ROOT, environment=os.environ | FSDP2, seconds=280)
     assert done.returncode == 0, done.stderr[-4000:]
     for rank in (0, 1):
         found = json.loads((tmp_path / f"{rank}.json").read_text())

@@ -20,6 +20,7 @@ import httpx
 import pytest
 import torch
 from helpers.engine.agent_fixtures import eventually
+from helpers.forked import run_fork
 from helpers.ports import free_port
 from helpers.worker.worker_fixtures import World, alive
 from pydantic import SecretStr, ValidationError
@@ -49,14 +50,8 @@ def clean_environment(**changes: str) -> dict[str, str]:
 
 
 def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "service.cli", *arguments],
-        cwd=cwd,
-        env=clean_environment(PYTHONPATH=str(ROOT), **environment),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    variables = clean_environment(**environment)
+    return run_fork("command", "service.cli", *arguments, directory=cwd, environment=variables)
 
 
 def last_line(text: str) -> str:
@@ -375,7 +370,7 @@ def test_up_with_two_ranks_loses_nothing_when_a_rank_or_their_torchrun_is_killed
             now = ranks()
             return sorted(now) == [0, 1] and not {*now.values()} & {*before.values()}
 
-        for number, victim in enumerate([1, 0, None]):
+        for number, victim in enumerate([0, None]):  # test_worker_ranks.py kills rank 1 too
             posted = []
             for part in "ab":
                 file = world.rollout_file(f"{part}{number}", policy_version=number)
@@ -391,7 +386,7 @@ def test_up_with_two_ranks_loses_nothing_when_a_rank_or_their_torchrun_is_killed
             eventually(partial(begun_since, found), seconds=200)
         os.killpg(up.process.pid, signal.SIGINT)
         assert up.process.wait(60) == 0
-        assert len(seen) >= 8
+        assert len(seen) >= 6
         assert not any(alive(pid) for pid in seen)
     finally:
         up.close()

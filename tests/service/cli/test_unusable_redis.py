@@ -7,13 +7,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from helpers.engine.agent_fixtures import eventually
+from helpers.forked import run_fork
 from helpers.ports import free_port
 from helpers.service.valkey_fixtures import OwnValkey
 from redis import Redis
@@ -130,17 +130,9 @@ def test_nothing_is_said_of_one_that_starts_meanwhile(own_valkey: OwnValkey, cap
 def test_no_part_starts_on_it(command: str, own_valkey: OwnValkey, tmp_path: Path) -> None:
     with Redis.from_url(own_valkey.url) as client:
         client.replicaof("127.0.0.1", "1")
-    root = str(Path(__file__).parents[3])
-    port = str(free_port())
-    given = {"DRAFTALIGN_REDIS_URL": own_valkey.url, "DRAFTALIGN_PORT": port, "PYTHONPATH": root}
-    done = subprocess.run(
-        [sys.executable, "-m", "service.cli", command],
-        cwd=tmp_path,
-        env=os.environ | given,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    given = {"DRAFTALIGN_REDIS_URL": own_valkey.url, "DRAFTALIGN_PORT": str(free_port())}
+    kind = "worker" if command == "worker" else "command"
+    done = run_fork(kind, "service.cli", command, directory=tmp_path, environment=os.environ | given)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "is a read-only replica" in done.stderr.strip().splitlines()[-1]

@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,6 +22,7 @@ import pytest
 import redis.asyncio
 import torch
 import torch.distributed as dist
+from helpers.forked import ROOT, forks, run_fork
 from helpers.ports import free_port
 from helpers.service.service_fixtures import HEADERS, RunningService
 from helpers.trainer.hooks_fixtures import AUX, Attach, attaching, receiver, step
@@ -44,7 +44,7 @@ from service.monitor.records import Return
 from service.storage.reports.store import AsyncStore
 from service.storage.runs import _sum_of, keep_head
 
-ROOT = Path(__file__).parents[3]
+TRAINER = Path(__file__).with_name("session_trainer.py")
 FIRST, SECOND, THIRD = "1" * 32, "2" * 32, "3" * 32
 
 
@@ -773,18 +773,19 @@ def test_sessions_without_end_are_bounded_and_the_last_attempts_stay(bench: Benc
 
 # --- processes
 @contextmanager
-def trainer(url: str, *words: int) -> Iterator[subprocess.Popen[bytes]]:
+def trainer(url: str, *words: int) -> Iterator[None]:
     """Until all that it has to send is sent; then SIGKILL."""
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-    command = [sys.executable, str(Path(__file__).with_name("session_trainer.py")), url, *map(str, words)]
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with TemporaryDirectory() as place:
+        said, errors = Path(place, "said"), Path(place, "errors")
+        process = forks("trainer").fork(str(TRAINER), [url, *map(str, words)], environment, said, errors=errors)
         try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"sent\n"
-            yield process
+            wait_for(lambda: said.read_text() == "sent\n" or process.poll() is not None)
+            assert process.poll() is None, errors.read_text()
+            yield
         finally:
             process.kill()
+            process.wait()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -829,11 +830,10 @@ def test_trainers_that_are_killed_at_version_1_are_told_apart_by_the_whole_servi
 @pytest.mark.slow
 def test_the_ranks_of_a_trainer_are_of_one_session(bench: Bench, service: RunningService) -> None:
     """Two processes in a gloo group, started twice: each start is one attempt, whichever rank's rollouts come first."""
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-    command = [sys.executable, str(Path(__file__).with_name("session_trainer.py")), service.url, "0", "1", "2"]
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    words = service.url, "0", "1", "2"
     for _ in range(2):
-        subprocess.run(command, env=environment, check=True, timeout=200)
+        done = run_fork("trainer", str(TRAINER), *words, directory=ROOT, environment=os.environ, seconds=200)
+        assert done.returncode == 0, done.stderr
         bench.drain(bench.worker())
     assert attempts_of(service.client) == [(0, 1, 4), (0, 1, 4)]
     assert bench.redis.zcard("da:{default}:sessions") == 2

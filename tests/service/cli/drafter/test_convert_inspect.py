@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.forked import ROOT, run_fork
 from helpers.service.command_fixtures import ENTERING, LATENT, refused, worked
 from helpers.worker.worker_fixtures import CONFIG, DRAFT, LAYERS, World
 from safetensors.torch import load_file, save_file
@@ -21,8 +21,6 @@ from drafter.files.checkpoint import (
 )
 from drafter.files.mtp import write_mtp
 from drafter.mtp.module import MtpConfig, MtpDrafter
-
-ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.mark.parametrize("layout", ["sglang", "specforge", "speculators"])
@@ -99,9 +97,7 @@ def test_inspect_refuses_what_engines_would_load_silently(drafter_dir: Path) -> 
 
 
 def test_an_error_ends_the_command_with_one_line(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "service.cli", "inspect", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
-    )
+    done = run_fork("worker", "service.cli", "inspect", str(tmp_path), directory=ROOT, environment=os.environ)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("draftalign: ")
