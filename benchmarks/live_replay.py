@@ -2,18 +2,19 @@
 
     python -m benchmarks.live_replay --runs 8   # the tables of docs/lab/live_replay.md
 
-The classes are the service's own: reports go through `counted`, replay through score records, verdicts come from
-`watch`. Drawn are prompts (8 rollouts each, alike), rollouts, and every round's accepted drafts by position. A policy
-version is one step; its replay is known when the step is over, as in a service. In `WORLDS` engines answer other
-prompts than are replayed, in `SHARED` these very ones, and count their rounds by prompt; in `UNCOUNTED` they do not.
-In `UNEVEN` they do not either, and prompts are shared out unevenly; the rule was not made on these worlds. In
-`SELECTED` the trainer sends a part of the prompts, chosen by what became of them. `restarted` has engines that begin
-again, and pass what they had reported before between two reports.
+The classes are the product's own: reports go through `counted`, replay through score records, verdicts come from
+`watch`; what a hook takes of a step is chosen by its `RolloutChoice`. Drawn are prompts (8 rollouts each, alike),
+rollouts, and every round's accepted drafts by position. A policy version is one step; its replay is known when the step
+is over, as in a service. In `WORLDS` engines answer other prompts than are replayed, in `SHARED` these very ones, and
+count their rounds by prompt; in `UNCOUNTED` they do not. In `UNEVEN` they do not either, and prompts are shared out
+unevenly; the rule was not made on these worlds. In `SELECTED` the trainer sends a part of the prompts, chosen by what
+became of them. `restarted` has engines that begin again, and pass what they had reported before between two reports.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rl_hooks.sending.tally import Tally
+from rl_hooks.trainer.plan import RolloutChoice
 from service.monitor.counts import other_life, since
 from service.monitor.live.blocks import Block, counted
 from service.monitor.live.engine import LiveRule
@@ -65,8 +68,8 @@ class World:
     very_hard: float = 0.0  # share of the prompts that are three lower in log odds
     silent: tuple[int, ...] = ()  # engines that report nothing
     dropped: float = 0.0  # share of the prompts that the trainer does not send: mostly the hardest
-    taken: float = 1.0  # share of the prompts that the trainer sends which its hook takes
-    sorted: bool = False  # hard prompts have long answers, and the hook takes the shortest; else it draws at random
+    taken: float = 1.0  # share of the tokens that a trainer sends in a step of usual size which its hook may take
+    sorted: bool = False  # hard prompts have long answers, and the trainer shows its hook the shortest ones first
     says: bool = True  # with each batch, what the hook took it from
 
 
@@ -236,6 +239,11 @@ class Simulation:
         self._shift = 0.0
         self._scores: list[ScoreRecord] = []
         self._blocks: dict[str, tuple[Block, ...]] = {f"engine {n}": () for n in range(case.engines)}
+        self._seed = seed
+        emitted = case.engines * world.rounds_per_step * float(1 + np.cumprod(SOUND).sum())
+        most = max(2, round(world.taken * (1.0 - world.dropped) * emitted))
+        counters = ("skipped_empty", "skipped_sampling", "skipped_budget")
+        self._choice = RolloutChoice(1.0, most, Tally(logging.getLogger("rl_hooks"), *counters))
 
     def steps(self, count: int) -> Iterator[tuple[int, Mapping[str, int], Watch]]:
         """Run; after every report: the step, rounds counted since by each engine, and the verdicts."""
@@ -368,34 +376,46 @@ class Simulation:
         found = self._rollouts(self._case.replay(step, shares), self._world.prompts)
         tokens = self._random.poisson(self._world.answer_tokens, len(found)).clip(2).astype(float)
         names = [f"{step:04x}{number:04x}" for number in range(self._world.prompts)]
-        return self._scored(step, found, tokens, ROLLOUTS_PER_PROMPT, names)
+        return self._scored(step, found, tokens, np.arange(len(names)).repeat(ROLLOUTS_PER_PROMPT), names)
 
     def _replay(self, step: int, shares: Floats) -> ScoreRecord:
-        """Replay of what the engines answered, or of a part of each prompt's answers."""
-        sent, chosen = np.arange(len(self._names)), slice(0, self._world.siblings)
-        if self._world.dropped:
-            seen = self._odds.mean(axis=1) + self._random.normal(0.0, self._world.prompt_spread, len(sent))
-            sent = np.sort(seen.argsort()[int(self._world.dropped * len(sent)) :])
+        """Replay of what the engines answered, or of a part of it."""
+        world, sent = self._world, np.arange(len(self._names))
+        if world.dropped:
+            seen = self._odds.mean(axis=1) + self._random.normal(0.0, world.prompt_spread, len(sent))
+            sent = np.sort(seen.argsort()[int(world.dropped * len(sent)) :])
+        sampled = world.taken < 1.0
+        prompt, answer = self._taken(step, sent) if sampled else np.indices((len(sent), world.siblings)).reshape(2, -1)
+        at = sent[prompt], answer
+        kept, number = np.unique(prompt, return_inverse=True)
+        names = [self._names[one] for one in sent[kept]]
+        found = odds(self._case.replay(step, shares), self._odds[at][:, None])
+        tokens = self._tokens[at].astype(float)
+        scored = self._scored(step, found, tokens, number, names if len(names) <= 64 else [])
+        if not sampled:
+            return replace(scored, tokens=int(self._tokens[sent].sum()))
         offered = (len(sent) * ROLLOUTS_PER_PROMPT, int(self._tokens[sent].sum()))
-        if self._world.taken < 1.0:
-            count = max(1, round(self._world.taken * len(sent)))
-            lengths = self._tokens[sent].sum(axis=1)
-            drawn = lengths.argsort() if self._world.sorted else self._random.permutation(len(sent))
-            sent = np.sort(sent[drawn[:count]])
-        found = odds(self._case.replay(step, shares), self._odds[sent, chosen].reshape(-1, 1))
-        tokens = self._tokens[sent, chosen].reshape(-1).astype(float)
-        names = [self._names[prompt] for prompt in sent]
-        scored = self._scored(step, found, tokens, self._world.siblings, names if len(names) <= 64 else [])
-        answers = len(sent) * ROLLOUTS_PER_PROMPT if self._world.taken < 1.0 else None
-        said = offered if answers and self._world.says else None
-        return replace(scored, tokens=int(self._tokens[sent].sum()), rollouts=answers, offered=said)
+        said = offered if world.says else None
+        return replace(scored, tokens=int(tokens.sum()), rollouts=len(tokens), offered=said)
 
-    def _scored(self, step: int, found: Floats, tokens: Floats, siblings: int, names: Sequence[str]) -> ScoreRecord:
+    def _taken(self, step: int, sent: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """What a hook takes that is shown one prompt after the other, [2, R]: places in `sent`, and answers."""
+        lengths, taken = self._tokens[sent], list[tuple[int, int]]()
+        for prompt in lengths.sum(axis=1).argsort() if self._world.sorted else self._random.permutation(len(sent)):
+            names = [f"{self._seed}/{self._names[sent[prompt]]}/{answer}" for answer in range(ROLLOUTS_PER_PROMPT)]
+            tokens = lengths[prompt].tolist()
+            taken += [(prompt, answer) for answer in self._choice.choose(names, tokens, tokens, step)]
+        return np.array(sorted(taken), dtype=np.int64).reshape(-1, 2).T
+
+    def _scored(
+        self, step: int, found: Floats, tokens: Floats, prompt: npt.NDArray[np.int64], names: Sequence[str]
+    ) -> ScoreRecord:
+        """`prompt`: the number of each rollout's prompt, from 0 on without a gap."""
         survived = np.cumprod(found, axis=1)
         rounds = tokens / (1 + survived.sum(axis=1))
         accepted = (rounds[:, None] * survived).sum(axis=0)
         reached = np.concatenate([[rounds.sum()], accepted[:-1]])
-        by_prompt = [counts.reshape(-1, siblings).sum(axis=1).tolist() for counts in (tokens, rounds)]
+        by_prompt = [np.bincount(prompt, counts).tolist() for counts in (tokens, rounds)]
         sums = DrafterSums.of(*by_prompt)
         each = dict(zip(names, zip(*by_prompt, strict=True), strict=True)) if names else {}
         version = self._version(step)

@@ -50,6 +50,8 @@ MAX_TOKENS: Final = 8192
 _STEPS: Final = 16
 #: Rows that wait at most; the rows of one step are not split. They are 32 MiB of an 8B policy.
 _ROWS: Final = 1024
+#: The length that is expected of an answer is the mean of about so many.
+_ANSWERS: Final = 256
 #: What is taken of rows: tokens [N, 3] (position, input id, label), scores [N, 2] (logsumexp, log p of the label).
 _TAKEN: Final = ("tokens", "scores", "aux", "last")
 
@@ -58,6 +60,8 @@ _TAKEN: Final = ("tokens", "scores", "aux", "last")
 class _Tracked:
     request: Request
     policy_version: int
+    reserved: int  # tokens of the budget, when it began
+    sent: int = 0  # tokens
     rows: int = 0
     #: Its rows as they were scored, on the host: `_TAKEN` in this order. The tap's thread adds them as they arrive.
     parts: list[tuple[npt.NDArray[Any], ...]] = field(default_factory=list)
@@ -128,10 +132,6 @@ def _late(scores: Callable[[], Tensor], rows: npt.NDArray[np.int64]) -> Tensor:
     return scores()[:, rows].T
 
 
-def _free(tally: Tally, dropped: Iterable[_Tracked]) -> None:
-    tally.add("rows", -sum(tracked.rows for tracked in dropped))
-
-
 class _Sender:
     """The tap's thread: joins the rows of requests that have ended, and delivers them if the weights are the same."""
 
@@ -146,6 +146,9 @@ class _Sender:
     ) -> None:
         self._answers_only = answers_only
         self.deliver, self._moved, self._budget, self._tally = deliver, moved, budget, tally
+        #: Mean length of the answers that were sent last; the engine's thread reads it.
+        self.answer_tokens = 0.0
+        self._answers = 0
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._given = self._done = 0  # requests: the engine's thread writes the first, the tap's the second
         self._thread = threading.Thread(target=self._work, name="draftalign-tap", daemon=True)
@@ -159,6 +162,12 @@ class _Sender:
     def call(self, task: Callable[[], object]) -> None:
         """Call it in the thread, after what came before."""
         self._tasks.put(task)
+
+    def free(self, ended: Iterable[_Tracked]) -> None:
+        """Count the rows of these no more, and give the budget what was reserved for them and not sent."""
+        for tracked in ended:
+            self._tally.add("rows", -tracked.rows)
+            self._budget.correct(tracked.sent - tracked.reserved)
 
     def close(self, timeout_seconds: float) -> int:
         """Wait until all that came was done; returns the requests for which the time was too short."""
@@ -184,16 +193,20 @@ class _Sender:
                 self._moved()
         finally:
             self._done += len(ended)
-            _free(self._tally, ended)
+            self.free(ended)
 
     def _send(self, tracked: _Tracked) -> None:
         try:
             collected = assemble(tracked.request, tracked.rows_in_order(), answers_only=self._answers_only)
-            if collected is None or not self._budget.spend(int(collected.generated.sum())):
-                self._tally.add("skipped_short" if collected is None else "skipped_budget")
+            if collected is None:
+                self._tally.add("skipped_short")
                 return
             self.deliver(replace(collected, policy_version=tracked.policy_version))
             self._tally.add("delivered")
+            answer = int(collected.generated.sum())
+            tracked.sent = tracked.request.prompt_tokens + answer
+            self._answers += 1
+            self.answer_tokens += (answer - self.answer_tokens) / min(self._answers, _ANSWERS)
         except UnscoredError as error:
             self._tally.add("skipped_unscored")
             self._tally.note("unscored", f"draftalign tap: {error}")
@@ -204,8 +217,9 @@ class _Sender:
 class FeatureTap:
     """Collects a sampled fraction of an engine's requests, at most `tokens_per_minute`, and delivers whole ones.
 
-    `deliver` and `moved` are called in the tap's own thread; the engine's calls all methods here. `answers_only`: the
-    steps bring scores of the rows that predict answers, and of no others.
+    The budget is asked when a request begins, for as many tokens as answers have on average: else it would go to the
+    shortest answers, which end first. `deliver` and `moved` are called in the tap's own thread; the engine's calls all
+    methods here. `answers_only`: the steps bring scores of the rows that predict answers, and of no others.
     """
 
     def __init__(
@@ -254,16 +268,17 @@ class FeatureTap:
         if self.policy_version is None:
             self.tally.add("skipped_update")
             return
-        if request.prompt_tokens > self.max_tokens or not self._budget.spend(request.prompt_tokens):
-            self.tally.add("skipped_budget")
-            return
         if self.tally["rows"] >= self._rows:
             self.tally.add("skipped_memory")
+            return
+        reserved = request.prompt_tokens + round(self._sender.answer_tokens)
+        if request.prompt_tokens > self.max_tokens or not self._budget.spend(reserved):
+            self.tally.add("skipped_budget")
             return
         self.tally.add("begun")
         # A copy: the engine may append to its own list when a session goes on.
         self._tracked[request.request_id] = _Tracked(
-            replace(request, prompt_ids=tuple(request.prompt_ids)), self.policy_version
+            replace(request, prompt_ids=tuple(request.prompt_ids)), self.policy_version, reserved
         )
 
     def step(self, step: Step) -> None:
@@ -280,7 +295,7 @@ class FeatureTap:
         except Exception as error:  # noqa: BLE001 - the engine must not feel this
             self.note("step", error)
             dropped = (self._tracked.pop(step.request_ids[i], None) for i in chosen)
-            _free(self.tally, (tracked for tracked in dropped if tracked is not None))
+            self._sender.free(tracked for tracked in dropped if tracked is not None)
 
     def end(self, request_ids: Collection[str], emitted: Mapping[str, int] | None = None) -> None:
         """These requests have ended, for whatever reason.
@@ -320,7 +335,7 @@ class FeatureTap:
         try:
             self._sender.send(ended, self._weights.look() if self._weights is not None else lambda: True)
         except Exception as error:  # noqa: BLE001 - the engine must not feel this
-            _free(self.tally, ended)
+            self._sender.free(ended)
             self.note("sampling the weights", error)
 
     def rest(self, request_ids: Collection[str], ready: Callable[[], None]) -> None:
@@ -343,7 +358,7 @@ class FeatureTap:
         self.tally.add("cut", len(self._tracked))
         self._forget()
         if unchanged is None:  # no rows, or they could not be scored
-            _free(self.tally, ended)
+            self._sender.free(ended)
             return sum(tracked.rows > 0 for tracked in ended)
         if ended:
             self._sender.send(ended, lambda: unchanged)
@@ -379,7 +394,7 @@ class FeatureTap:
 
     def drop(self) -> None:
         """Forget what is under way, and collect nothing more until `turn`. What was handed to the thread goes out."""
-        _free(self.tally, [*self._ended, *self._tracked.values()])
+        self._sender.free([*self._ended, *self._tracked.values()])
         self._forget()
 
     def close(self, timeout_seconds: float) -> None:
@@ -419,7 +434,7 @@ class FeatureTap:
             self._score()
         if dropped:
             self.tally.add("skipped_memory", len(dropped))
-            _free(self.tally, dropped)
+            self._sender.free(dropped)
         if long:  # sent up to here
             self.tally.add("cut_long", len(long))
             self.end(long)
@@ -465,7 +480,7 @@ class FeatureTap:
         for owner in owners:
             owner.failure = repr(error)
         for name in [name for name, tracked in self._tracked.items() if tracked.failure is not None]:
-            _free(self.tally, [self._tracked.pop(name)])
+            self._sender.free([self._tracked.pop(name)])
 
     def note(self, kind: str, error: Exception) -> None:
         """Count a failure of ours; log it the first time that its kind comes up."""

@@ -25,12 +25,20 @@ class TokenBudget:
         self._left, self._filled_at = float(tokens_per_minute), time.monotonic()
 
     def spend(self, tokens: int) -> bool:
-        """Take that many tokens, or none of them and return False."""
+        """Take that many tokens if any are left, however many; returns whether. Less than nothing may then be left.
+
+        Were they taken only where they fit, the few that are left would always go to the shortest texts.
+        """
         with self._lock:
             now, limit = time.monotonic(), float(self.tokens_per_minute)
             self._left = min(limit, self._left + (now - self._filled_at) * limit / 60)
             self._filled_at = now
-            if tokens > self._left:
+            if self._left <= 0:
                 return False
             self._left -= tokens
             return True
+
+    def correct(self, tokens: int) -> None:
+        """So many more were used than were taken; fewer, if negative."""
+        with self._lock:
+            self._left -= tokens

@@ -36,6 +36,9 @@ _NAME_CHARACTERS: Final = 128 - 1 - _DIGEST_DIGITS
 _FALL: Final = 3
 #: Rollouts of a policy version that are noted as offered; more do not count, for a loop may never raise its version.
 _NOTED_ROLLOUTS: Final = 65_536
+#: A policy version is expected to have the tokens of the largest of so many before it. Of an asynchronous trainer the
+#: newest ones are not complete.
+_VERSIONS_COMPARED: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,12 +243,20 @@ class VersionOrder:
 class _Budget:
     """Of one policy version: tokens that were taken, and what was offered, by id or content."""
 
+    #: That will be offered, as far as earlier versions tell; 0: there was none.
+    expected_tokens: int
     spent_tokens: int = 0
+    offered_tokens: int = 0
     offered: set[Hashable] = field(default_factory=set)
 
 
 class RolloutChoice:
-    """Samples a fraction of the rollouts, at most `max_tokens_per_step` tokens of each policy version."""
+    """Samples a fraction of the rollouts, at most `max_tokens_per_step` tokens of each policy version.
+
+    A trainer may sort its micro-batches by length. So the budget is spread over all micro-batches that are expected:
+    where it is too small for them, a rollout is taken by the chance that what is left of the budget is of what is still
+    to come. Without an earlier version, and from the last micro-batch that is expected on, it goes to whatever comes.
+    """
 
     def __init__(self, sample_fraction: float, max_tokens_per_step: int, tally: Tally) -> None:
         if not 0.0 < sample_fraction <= 1.0 or max_tokens_per_step < 2:
@@ -264,15 +275,18 @@ class RolloutChoice:
         policy_version: int,
         known_as: Sequence[Hashable] | None = None,
     ) -> list[int]:
-        """The sampled rollouts that fit into the rest of this policy version's budget, in batch order.
+        """The sampled rollouts of a micro-batch that fit into its policy version's budget, in batch order.
 
         `tokens_B`, `generated_B`: how many tokens each has, and how many of them the policy generated. `known_as`: what
         is the same when a rollout comes again, if not its name.
         """
+        newest = [*self._budgets.values()][-_VERSIONS_COMPARED:]
         if self._versions.went_back(policy_version):
             self._budgets.clear()  # the versions that come again are of other weights
-        budget = self._budgets.pop(policy_version, None) or _Budget()
-        spent_tokens = budget.spent_tokens
+        budget = self._budgets.pop(policy_version, None)
+        if budget is None:
+            budget = _Budget(max((one.offered_tokens for one in newest), default=0))
+        due_tokens, spent_tokens = budget.expected_tokens - budget.offered_tokens, budget.spent_tokens
         first = {name: b for b, name in reversed([*enumerate(names)])}  # an id counts once, in one batch too
         usable = [b for b, name in enumerate(names) if tokens_B[b] >= 2 and generated_B[b] and first[name] == b]
         for b in usable:
@@ -280,12 +294,17 @@ class RolloutChoice:
             noted = known in budget.offered or len(budget.offered) >= _NOTED_ROLLOUTS
             if int(tokens_B[b]) <= self._max_tokens and not noted:
                 budget.offered.add(known)
+                budget.offered_tokens += int(tokens_B[b])
                 self._offered_rollouts += 1
                 self._offered_tokens += int(generated_B[b])
+        left_tokens = self._max_tokens - spent_tokens
+        share = left_tokens / due_tokens if budget.expected_tokens > budget.offered_tokens else 1.0
         place = {b: sampling_position(names[b], "sample") for b in usable}
         sampled = sorted((b for b in usable if place[b] < self._fraction), key=place.__getitem__)
         chosen: list[int] = []
         for b in sampled:
+            if place[b] >= share:
+                break
             if spent_tokens + int(tokens_B[b]) > self._max_tokens:
                 # Stop at the first that does not fit: going on would favour short rollouts. One that could never fit
                 # is passed over, or it would block the rest of the version.

@@ -257,8 +257,8 @@ def _drafted_alike(scores: Sequence[ScoreRecord]) -> list[ScoreRecord]:
 def _drawn_evenly(scores: Sequence[ScoreRecord]) -> bool:
     """Whether the batches' answers are about as long as those that they were drawn from.
 
-    A hook that has spent its budget sends nothing more of a step. Where the trainer sorts its micro-batches by length,
-    what it sends is of other prompts than the rest.
+    A hook that has spent its budget sends nothing more of a step: of its first one, or of one that is larger than
+    usual. Where the trainer sorts its micro-batches by length, what it sends is of other prompts than the rest.
     """
     told = [(score.tokens or 0, score.rollouts or 0, *score.offered) for score in scores if score.offered is not None]
     tokens, answers, of_answers, of_tokens = map(sum, zip(*told, strict=True)) if told else (0, 0, 0, 0)

@@ -156,11 +156,44 @@ def test_only_the_sampled_fraction_is_collected_and_only_within_the_budget() -> 
         tapped.begin(Request(f"r{i}", [2] * 5, PLAIN, frozenset(), None))
     assert 60 < tapped.tally["begun"] < 140
     assert tapped.tally["begun"] == sum(sampling_position(f"r{i}", "tap") < 0.25 for i in range(400))
-    poor = tap(lambda _: None, tokens_per_minute=50)
+    poor = tap(lambda _: None, tokens_per_minute=45)  # the fifth is the last that finds any left
     for i in range(40):
         poor.begin(Request(f"r{i}", [2] * 10, PLAIN, frozenset(), None))
     assert poor.tally["begun"] == 5
     assert poor.tally["skipped_budget"] == 35
+
+
+def test_a_budget_that_is_too_small_does_not_go_to_the_shortest_answers() -> None:
+    """As in RL: all requests of a step begin together, and the shortest answers end first."""
+    lengths, limit, collected = [48, 3, 22, 60, 9, 35, 16, 54, 28, 41] * 3, 300, list[Collected]()
+    tapped, started = tap(collected.append, tokens_per_minute=limit), time.monotonic()
+    for burst in range(8):
+        tapped._budget.correct(-limit)  # a minute has passed
+        scripts = [Script(f"{burst}/{n}", [2], [3] * (length - 1) + [STOP]) for n, length in enumerate(lengths)]
+        for one in scripts:
+            tapped.begin(one.request())
+        for position in range(max(lengths)):
+            under_way = [one for one in scripts if one.name in tapped.collected]
+            rows = [(one, position, [one.tokens[position]], 0, one.tokens[position + 1]) for one in under_way]
+            if rows:
+                tapped.step(step(rows))
+            tapped.end([one.name for one in under_way if len(one.tokens) == position + 2])
+        assert not tapped.collected
+        eventually(lambda: tapped.tally["delivered"] == tapped.tally["begun"] and tapped.tally["rows"] == 0)
+    sent = [int(one.generated.sum()) for one in collected]
+    assert np.mean(sent) == pytest.approx(np.mean(lengths), rel=0.15)
+    minutes = 8 + (time.monotonic() - started) / 60
+    assert 7 * limit < sum(len(one.input_ids) for one in collected) < minutes * limit + max(lengths)
+
+
+def test_what_was_reserved_for_requests_that_are_not_sent_is_given_back() -> None:
+    tapped = tap(lambda _: None, tokens_per_minute=45)
+    for name in "abc":
+        tapped.begin(Script(name, [2] * 40, []).request())
+    assert (tapped.tally["begun"], tapped.tally["skipped_budget"]) == (2, 1)
+    tapped.turn(1, HEAD, lambda: None)
+    tapped.begin(Script("d", [2] * 40, []).request())
+    assert tapped.tally["begun"] == 3
 
 
 def test_beyond_the_bound_of_memory_the_request_that_goes_beyond_it_is_dropped() -> None:
@@ -211,6 +244,7 @@ def test_rows_of_all_requests_together_are_bounded_and_freed() -> None:
     assert tapped.tally["skipped_memory"] == 15
     tapped.end([one.name for one in scripts])
     eventually(lambda: tapped.tally["rows"] == 0)
+    tapped._budget.correct(-80)  # two minutes have passed
     tapped.begin(Script("later", [2], []).request())
     tapped.step(step([(Script("later", [2], []), 0, [2], 0, 2)]))
     assert tapped.tally["rows"] == 1

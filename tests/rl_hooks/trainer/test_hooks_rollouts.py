@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -270,6 +270,7 @@ def test_sampling_is_by_id_keeps_whole_rollouts_and_respects_the_budget(service:
     assert np.diff(file.array("cu_seqlens")).tolist() == [10, 10, 10]
     assert hook.stats()["captured_rollouts"] == 3
     run_once(hook, model, batch, version=4, rollout_ids=names)
+    run_once(hook, model, batch, version=4, rollout_ids=[f"{n}-again" for n in names])
     assert hook.stats()["captured_rollouts"] == 6
     hook.close()
 
@@ -289,6 +290,60 @@ def test_a_file_says_what_it_was_drawn_from_each_rollout_once(service: Receiver,
     header = wire.check_rollout_header(sent_file(service, hook, tmp_path).header)
     assert (header.policy_version, header.rollouts, header.offered) == (4, 1, (3, 18))
     hook.close()
+
+
+def chosen_in_order(max_tokens: int, steps: Sequence[tuple[int, Sequence[int]]]) -> list[list[int]]:
+    """The tokens of each rollout that is taken of these steps: a policy version, and its rollouts' tokens in order.
+
+    Micro-batches are of eight rollouts. No version's budget may be exceeded.
+    """
+    choice = RolloutChoice(1.0, max_tokens, Tally(logging.getLogger("rl_hooks"), *COUNTERS))
+    taken = []
+    for step, (version, tokens) in enumerate(steps):
+        names = [f"{step}/{number}" for number in range(len(tokens))]
+        of_step = []
+        for first in range(0, len(tokens), 8):
+            part = tokens[first : first + 8]
+            of_step += [part[b] for b in choice.choose(names[first : first + 8], part, part, version)]
+        assert sum(of_step) <= max_tokens
+        taken.append(of_step)
+    return taken
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["the shortest first", "the longest first"])
+@pytest.mark.parametrize(
+    "sizes", [[400], [400, 320, 480, 400], [200, 400]], ids=["alike", "20 % more or less", "twice"]
+)
+def test_a_budget_is_spread_over_all_micro_batches_however_a_trainer_sorts_them(sizes: list[int], order: int) -> None:
+    """What a first version took is not asked: nothing was known of its size."""
+    lengths_of = {size: np.linspace(100, 900, size, dtype=int).tolist()[::order] for size in sizes}
+    steps = [(version, lengths_of[size]) for version, size in enumerate(sizes * 16)]
+    taken = chosen_in_order(50_000, steps)[8:]
+    lengths = [length for of_step in taken for length in of_step]
+    offered = [length for _, tokens in steps[8:] for length in tokens]
+    assert np.mean(lengths) == pytest.approx(np.mean(offered), rel=0.06)
+    assert sum(lengths) > 0.85 * sum(50_000 * len(tokens) / max(sizes) for _, tokens in steps[8:])
+
+
+def test_a_budget_is_spread_where_versions_come_again_and_where_they_alternate() -> None:
+    tokens = [*range(100, 900, 2)]
+    back = chosen_in_order(50_000, [(version, tokens) for version in (*range(9), *range(4, 9))])
+    for of_step in (*back[1:9], *back[10:]):
+        assert np.mean(of_step) == pytest.approx(np.mean(tokens), rel=0.2)
+    choice = RolloutChoice(1.0, 50_000, Tally(logging.getLogger("rl_hooks"), *COUNTERS))
+    taken = []
+    for step in range(1, 40):  # a half of each version's rollouts comes a step later
+        for at, length in enumerate(tokens):
+            version = step - at % 2
+            if choice.choose([f"{step}/{at}"], [length], [length], version) and step > 4:
+                taken.append(length)
+    assert np.mean(taken) == pytest.approx(np.mean(tokens), rel=0.06)
+
+
+def test_a_budget_that_holds_a_whole_version_leaves_out_nothing_of_it() -> None:
+    sizes = [40, 400, 8, 400, 90]
+    steps = [(version, [100 + n % 7 for n in range(size)]) for version, size in enumerate(sizes * 3)]
+    assert chosen_in_order(max(sum(tokens) for _, tokens in steps), steps) == [tokens for _, tokens in steps]
 
 
 def test_the_budget_is_of_each_version_where_versions_alternate(service: Receiver) -> None:
