@@ -217,9 +217,10 @@ class _Sender:
 class FeatureTap:
     """Collects a sampled fraction of an engine's requests, at most `tokens_per_minute`, and delivers whole ones.
 
-    The budget is asked when a request begins, for as many tokens as answers have on average: else it would go to the
-    shortest answers, which end first. `deliver` and `moved` are called in the tap's own thread; the engine's calls all
-    methods here. `answers_only`: the steps bring scores of the rows that predict answers, and of no others.
+    The budget is asked when a request begins, for as many tokens as answers have on average (before the first, for as
+    many as this one may have): else it would go to the shortest answers, which end first. `deliver` and `moved` are
+    called in the tap's own thread; the engine's calls all methods here. `answers_only`: the steps bring scores of the
+    rows that predict answers, and of no others.
     """
 
     def __init__(
@@ -271,7 +272,8 @@ class FeatureTap:
         if self.tally["rows"] >= self._rows:
             self.tally.add("skipped_memory")
             return
-        reserved = request.prompt_tokens + round(self._sender.answer_tokens)
+        answer_tokens = round(self._sender.answer_tokens) or request.max_tokens or 0
+        reserved = request.prompt_tokens + answer_tokens
         if request.prompt_tokens > self.max_tokens or not self._budget.spend(reserved):
             self.tally.add("skipped_budget")
             return

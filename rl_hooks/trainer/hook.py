@@ -180,7 +180,7 @@ class DrafterHook(TrainerHook):
     `model`: the policy, before `torch.compile`. `options` are the fields of `DrafterOptions`. Close it, or use `with`:
     else what is queued at the end is lost. Rank 0 registers the run, at once or (where the model is sharded already)
     in the first captured forward. Raises `UnsupportedModelError` and `AuxLayersError` for a model it cannot read, and
-    ValueError for an option out of range; nothing is raised later unless `strict`.
+    ValueError for an option out of range. Later only `capture` raises, TypeError for a wrong keyword, unless `strict`.
     """
 
     def __init__(self, model: nn.Module, url: str, **options: Unpack[DrafterKeywords]) -> None:

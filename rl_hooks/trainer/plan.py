@@ -36,8 +36,8 @@ _NAME_CHARACTERS: Final = 128 - 1 - _DIGEST_DIGITS
 _FALL: Final = 3
 #: Rollouts of a policy version that are noted as offered; more do not count, for a loop may never raise its version.
 _NOTED_ROLLOUTS: Final = 65_536
-#: A policy version is expected to have the tokens of the largest of so many before it. Of an asynchronous trainer the
-#: newest ones are not complete.
+#: A policy version is expected to have the tokens of the second largest of so many before it: of an asynchronous
+#: trainer the newest one is not complete, and one that is unusually large says nothing of the next ones.
 _VERSIONS_COMPARED: Final = 4
 
 
@@ -285,7 +285,7 @@ class RolloutChoice:
             self._budgets.clear()  # the versions that come again are of other weights
         budget = self._budgets.pop(policy_version, None)
         if budget is None:
-            budget = _Budget(max((one.offered_tokens for one in newest), default=0))
+            budget = _Budget(min(sorted(one.offered_tokens for one in newest)[-2:], default=0))
         due_tokens, spent_tokens = budget.expected_tokens - budget.offered_tokens, budget.spent_tokens
         first = {name: b for b, name in reversed([*enumerate(names)])}  # an id counts once, in one batch too
         usable = [b for b, name in enumerate(names) if tokens_B[b] >= 2 and generated_B[b] and first[name] == b]

@@ -26,6 +26,7 @@ class Shared:
         if task is None:
             before = self._running.get(kind)
             task = asyncio.create_task(self._compute(kind, before, compute))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # even if nobody waits any more
             (self._running if before is None else self._next)[kind] = task
         found: _Found = await asyncio.shield(task)  # who leaves does not end it for the others
         return found

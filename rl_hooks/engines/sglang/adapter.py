@@ -248,12 +248,13 @@ class SGLangEngine(EngineHttp):
 
     async def _has_sessions(self) -> bool:
         """Whether the server knows `/begin_weight_update`. A GET opens none: 405 where the call is known, else 404."""
-        status = (await self._ask("GET", "/begin_weight_update")).status_code
-        if status not in (NOT_FOUND, _OTHER_METHOD):
+        answer = await self._ask("GET", "/begin_weight_update")
+        if answer.status_code not in (NOT_FOUND, _OTHER_METHOD):
+            said = f"{answer.status_code}: {answer.text[:400]}"
             raise EngineError(
-                f"GET {self.url}/begin_weight_update answered {status}: expected 405, or 404 before 0.5.21"
+                f"GET {self.url}/begin_weight_update: expected 405, or 404 before 0.5.21, and it answered {said}"
             )
-        return status == _OTHER_METHOD
+        return answer.status_code == _OTHER_METHOD
 
     async def _begin(self) -> None:
         """Open a session; first wait until the trainer's session, which writes a policy, is closed.

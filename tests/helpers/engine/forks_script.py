@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import runpy
 import select
 import signal
@@ -78,6 +79,10 @@ def become(
     os.environ.update(environment)
     sys.path[:0] = [place for place in environment["PYTHONPATH"].split(os.pathsep) if place not in sys.path]
     sys.argv = [program, *arguments]
+    random.seed()  # forks draw differently, as processes of their own do
+    for name in ("torch", "numpy.random"):
+        if name in sys.modules:
+            sys.modules[name].seed()
     run = runpy.run_path if program.endswith(".py") else runpy.run_module
     run(program, run_name="__main__")
 
