@@ -362,7 +362,7 @@ def _with_rounds_before(matched: Sequence[Matched], begin: int, replays: Replays
         if one.paired:
             asked[id(one.replay)].update(one.block.by_prompt)
     for one in reversed(matched[:begin]):
-        known = asked[id(one.replay)] if one.paired else ()
+        known = asked[id(one.replay)]
         own = {prompt: counts for prompt, counts in one.block.by_prompt.items() if prompt in known}
         if found := _on_replayed_prompts(replace(one.block, by_prompt=own), one.replay, replays, rule):
             stretch = scan.add(found)

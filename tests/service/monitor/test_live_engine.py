@@ -470,6 +470,9 @@ def test_the_last_rounds_of_some_prompts_are_low_only_together_with_their_first_
     lower = part(800, 2.65, 0, 1, 2, 3) + part(800, 3.15, 4, 5, 6, 7)
     assert told(lower, last, replays=replays)[0] == "low", "what it emitted for other prompts is no matter"
     assert told(part(800, 3.15, 0, 1, 2, 3, policy=9), last, replays=replays)[0] == "low", "no replay has those"
+    unsent = part(800, 2.8, 90, 91)
+    assert told(part(800, 3.15, 0, 1, 2, 3) + unsent, last, replays=replays)[0] == "healthy", "half was not replayed"
+    assert told(part(800, 2.65, 0, 1, 2, 3) + unsent, last, replays=replays)[0] == "low", "nor is it evidence"
 
 
 @pytest.mark.parametrize(
