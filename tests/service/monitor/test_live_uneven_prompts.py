@@ -113,7 +113,7 @@ def test_features_that_are_wrong_from_the_start_hold_publishing_where_the_hook_t
     sound = Case("sound", ())
     whole, selected = SELECTED[2:]
     assert readings_held(whole, wrong, 900, RULE, 12) > 10
-    assert readings_held(selected, wrong, 900, RULE, 12) == 0
+    assert readings_held(selected, wrong, 900, RULE, 12) <= 3, "held while two policy versions are known"
     assert readings_held(whole, sound, 900, RULE, 12) == 0
     shortest = replace(whole, sorted=True)
     assert readings_held(shortest, sound, 901, RULE, 12) <= 3, "held while two policy versions are known"
