@@ -116,7 +116,7 @@ def test_features_that_are_wrong_from_the_start_hold_publishing_where_the_hook_t
     assert readings_held(selected, wrong, 900, RULE, 12) <= 3, "held while two policy versions are known"
     assert readings_held(whole, sound, 900, RULE, 12) == 0
     shortest = replace(whole, sorted=True)
-    assert readings_held(shortest, sound, 901, RULE, 12) <= 3, "held while two policy versions are known"
+    assert readings_held(shortest, sound, 901, RULE, 20) <= 6, "of a start's first version nobody knows the size"
 
 
 # --- what the hardest prompts give
