@@ -272,7 +272,8 @@ class FeatureTap:
         if self.tally["rows"] >= self._rows:
             self.tally.add("skipped_memory")
             return
-        answer_tokens = round(self._sender.answer_tokens) or request.max_tokens or 0
+        longest = min(request.max_tokens or 0, self.max_tokens - request.prompt_tokens)
+        answer_tokens = round(self._sender.answer_tokens) or longest
         reserved = request.prompt_tokens + answer_tokens
         if request.prompt_tokens > self.max_tokens or not self._budget.spend(reserved):
             self.tally.add("skipped_budget")

@@ -63,6 +63,33 @@ def features_of_nan() -> Changes:
     return {"tensors": {"aux_hidden": bf16(float("nan"), 24)}}
 
 
+def nan_in_the_second_rollout() -> wire.Tensor:
+    """Features of zeros, and of NaN in its last row."""
+    bits = np.zeros((TOKENS, 24), np.uint16)
+    bits[-1] = 0x7FC0
+    return wire.Tensor.of(bits, "BF16")
+
+
+@accepted
+def features_of_nan_in_one_rollout() -> Changes:
+    """The other is sound."""
+    return {"tensors": {"aux_hidden": nan_in_the_second_rollout()}}
+
+
+@accepted
+def features_of_nan_in_one_rollout_and_probabilities_above_one_in_the_other() -> Changes:
+    logprobs = np.full(TOKENS, -3.0, np.float32)
+    logprobs[1] = 1.0
+    return {"tensors": {"aux_hidden": nan_in_the_second_rollout(), "logprobs": wire.Tensor.of(logprobs, "F32")}}
+
+
+@accepted
+def features_of_nan_in_one_rollout_and_squares_that_overflow_in_the_other() -> Changes:
+    bits = np.full((TOKENS, 24), 0x7F7F, np.uint16)  # the largest bfloat16
+    bits[-1] = 0x7FC0
+    return {"tensors": {"aux_hidden": wire.Tensor.of(bits, "BF16")}}
+
+
 @accepted
 def features_of_infinity() -> Changes:
     return {"tensors": {"aux_hidden": bf16(float("-inf"), 24)}}

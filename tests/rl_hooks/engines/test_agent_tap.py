@@ -196,6 +196,14 @@ def test_what_was_reserved_for_requests_that_are_not_sent_is_given_back() -> Non
     assert tapped.tally["begun"] == 3
 
 
+def test_a_first_request_reserves_no_more_than_is_collected_of_it() -> None:
+    """Its client may ask for any number of tokens."""
+    tapped = tap(lambda _: None, max_tokens=20, tokens_per_minute=50)
+    for name in "abcd":
+        tapped.begin(Request(name, [2] * 5, PLAIN, frozenset(), 10**9))
+    assert (tapped.tally["begun"], tapped.tally["skipped_budget"]) == (3, 1)
+
+
 def test_beyond_the_bound_of_memory_the_request_that_goes_beyond_it_is_dropped() -> None:
     tapped = tap(lambda _: None, max_tokens=10, tokens_per_minute=50)  # 50 rows, and twice as many at the most
     first, second = Script("first", [2], []), Script("second", [2], [])
