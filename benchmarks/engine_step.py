@@ -34,11 +34,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from rl_hooks.engines.collected import Collected, Request, RequestSampling
 from rl_hooks.engines.policy_watch import WeightSample
-from rl_hooks.engines.rows import Head, Step
 from rl_hooks.engines.sglang.steps import round_step
-from rl_hooks.engines.tap import FeatureTap
+from rl_hooks.engines.tap.collected import Collected, Request, RequestSampling
+from rl_hooks.engines.tap.feature_tap import FeatureTap
+from rl_hooks.engines.tap.rows import Head, Step
 from rl_hooks.engines.vllm.rounds import RoundCounter
 from rl_hooks.engines.vllm.steps import V1_ARGUMENTS, step_v1
 

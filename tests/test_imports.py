@@ -199,6 +199,15 @@ def test_rl_hooks_imports_no_server_but_where_an_engine_brings_one(path: Path) -
     assert not tops(path) & {"redis", "examples", *outside}
 
 
+def test_what_is_of_one_engine_is_of_no_other() -> None:
+    """A part that vLLM and SGLang share is in a room that neither owns, and so is the agent that runs in both."""
+    vllm, sglang = "rl_hooks.engines.vllm", "rl_hooks.engines.sglang"
+    for path in [*files("rl_hooks/engines"), ROOT / "rl_hooks/agent/in_process.py"]:
+        own = {vllm: "vllm", sglang: "sglang"}
+        foreign = {room for room, name in own.items() if name not in path.parts}
+        assert not {name for name in imported(path) if name.startswith(tuple(foreign))}, path
+
+
 @pytest.mark.parametrize("path", files("drafter"), ids=lambda p: p.name)
 def test_drafter_knows_no_network(path: Path) -> None:
     assert not tops(path) & {"examples", "redis", "fastapi", "httpx", "uvicorn", "starlette"}

@@ -11,20 +11,15 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from rl_hooks.agent.agent import AgentConfig, SwapAgent
 from rl_hooks.agent.download import IN_PROCESS
 from rl_hooks.durable import at_home
-from rl_hooks.engines.counters import Snapshot
-from rl_hooks.engines.protocol import Engine, EngineState, engine_state, failure
+from rl_hooks.engines.protocol import Engine
 from rl_hooks.engines.settings import ServiceSettings
-from rl_hooks.engines.vllm.core import CoreLink
-from rl_hooks.engines.vllm.swapper import Swapper, SwapProblem
-from rl_hooks.errors import MetricsError
-from rl_hooks.release import PublicKeys, Release
+from rl_hooks.release import PublicKeys
 from rl_hooks.sending.exchange import Origin, RunService
 from rl_hooks.sending.standing import newest_policy
 
@@ -45,38 +40,6 @@ class EngineLink(Protocol):
         """Start the tap. `newest`: the version that the service knows, None for a new run."""
 
 
-class InProcessEngine:
-    """An engine core as the agent uses it: `Engine` without HTTP."""
-
-    def __init__(self, url: str, link: CoreLink, directory: Path) -> None:
-        self.url, self._link = url, link
-        self._swapper = Swapper(self, directory)
-
-    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        """What `Swapper` needs of vLLM's engine client."""
-        return await asyncio.wrap_future(self._link.call(method, *args))
-
-    async def state(self) -> EngineState:
-        """What is loaded now, as the last look between two steps found it."""
-        state = self._link.state
-        return replace(engine_state(self.url, state), policy_version=state["policy_version"])
-
-    async def swap(self, release: Release) -> str | None:
-        """Swap before the next step of the engine; returns once that has come."""
-        try:
-            answer = await self._swapper.swap(str(release.path), release.version, release.sha256s)
-        except SwapProblem as problem:
-            raise failure(problem.status)(f"{problem.title}: {problem}") from problem
-        return str(answer["sha256"])
-
-    async def snapshot(self) -> Snapshot:
-        """Its rounds by drafter and policy version."""
-        snapshot = self._link.snapshot()
-        if snapshot is None:
-            raise MetricsError("this vLLM's scheduler is not known, so its rounds are not counted")
-        return snapshot
-
-
 class InProcessAgent:
     """The agent of one engine: joins the run, starts the tap, then follows the service in a thread.
 
@@ -88,7 +51,7 @@ class InProcessAgent:
         settings: ServiceSettings,
         directory: Path,
         name: str,
-        engine: Callable[[str, Any, Path], Engine] = InProcessEngine,
+        engine: Callable[[str, Any, Path], Engine],
         log: logging.Logger = log,
     ) -> None:
         self._settings, self._engine, self._log = settings, engine, log

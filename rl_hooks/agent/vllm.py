@@ -88,9 +88,11 @@ def link_of(core: Any, settings: ServiceSettings | None) -> CoreLink | None:
         config.parallel_config.world_size > 1
     ):
         raise ValueError("with an external launcher its ranks are engines of their own, which could not swap as one")
-    from rl_hooks.agent.in_process import InProcessAgent, drafter_directory, engine_name  # it asks for httpx
+    # They ask for httpx.
+    from rl_hooks.agent.in_process import InProcessAgent, drafter_directory, engine_name
+    from rl_hooks.engines.vllm.engine import CoreEngine
 
     name = engine_name(config.parallel_config.data_parallel_index)
-    agent = InProcessAgent(settings, drafter_directory(os.environ), name)
+    agent = InProcessAgent(settings, drafter_directory(os.environ), name, CoreEngine)
     fraction = settings.sample_fraction if config.speculative_config.method == "eagle3" else 0.0
     return CoreLink(core, fraction, agent.begin, agent.stop, agent.join)

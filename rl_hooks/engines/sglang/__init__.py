@@ -1,1 +1,1 @@
-"""SGLang: the agent's adapter, and the loader that runs inside the engine."""
+"""SGLang: the adapter of an agent beside it, and what runs inside its scheduler."""

@@ -33,6 +33,7 @@ from torch import Tensor
 from rl_hooks.engines.candidate import vocabulary_digest
 from rl_hooks.engines.counters import NO_VERSION, Snapshot
 from rl_hooks.engines.protocol import EngineState
+from rl_hooks.engines.ranks import LayerRanks
 from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.sglang.adapter import judged
 from rl_hooks.engines.sglang.facts import FOLLOWS, drafting_of, version_number
@@ -47,7 +48,6 @@ from rl_hooks.engines.sglang.loader import (
 )
 from rl_hooks.engines.sglang.memory import MEMORY, REFUSAL, UPDATER
 from rl_hooks.engines.sglang.rounds import COUNTER, ServedRounds
-from rl_hooks.engines.vllm.ranks import LayerRanks
 from rl_hooks.errors import EngineError, MetricsError
 from rl_hooks.format import drafter
 from rl_hooks.release import Release
@@ -268,7 +268,7 @@ class SchedulerLink:
     def made(self, _: Any, worker: Any, *__: Any, **___: Any) -> None:
         """SGLang has loaded policy and drafter. All ranks follow, or none: also where the agent cannot be made."""
         try:
-            ranks = LayerRanks.of_group(tp_group())
+            ranks = LayerRanks(tp_group())
             with ranks.together():
                 if found := [*unknown_ways(worker.server_args), *quantized(worker)]:
                     _fail(f"not with {', '.join(found)}")

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from rl_hooks.engines.collected import RequestSampling
-from rl_hooks.engines.rows import Step
+from rl_hooks.engines.ranks import LayerRanks
 from rl_hooks.engines.sglang.steps import places_of, sampling_of, with_scores
-from rl_hooks.engines.vllm.ranks import LayerRanks
-from rl_hooks.engines.vllm.served import HEAD_TOLERANCE, ServedPolicy
+from rl_hooks.engines.tap.collected import RequestSampling
+from rl_hooks.engines.tap.rows import Step
+from rl_hooks.engines.tap.served import HEAD_TOLERANCE, ServedPolicy
 from rl_hooks.sending.copies import to_device
 from rl_hooks.sending.registration import HeadWatch, head_weight
 

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_hooks.engines.collected import Request, RequestSampling, shared_sampling
-from rl_hooks.engines.rows import Head, Ints, Step, of_counted
-from rl_hooks.engines.vllm.steps import TapUnsupportedError
+from rl_hooks.engines.tap.collected import Request, RequestSampling, shared_sampling
+from rl_hooks.engines.tap.feature_tap import TapUnsupportedError
+from rl_hooks.engines.tap.rows import Head, Ints, Step, of_counted
 from rl_hooks.sending.copies import HostCopies, to_device
 from rl_hooks.sending.features import score_logits
 

@@ -27,6 +27,7 @@ from typing import Any, Final
 import torch
 
 from rl_hooks.engines.candidate import drafter_files
+from rl_hooks.engines.ranks import LayerRanks
 from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.sglang.inside import WORKER, tp_group, unknown_ways, weight_version
 from rl_hooks.engines.sglang.memory import UPDATER
@@ -41,10 +42,8 @@ from rl_hooks.engines.sglang.steps import (
     unlike_policy,
 )
 from rl_hooks.engines.sglang.updates import UPDATES, WRITTEN, PolicyUpdates
-from rl_hooks.engines.tap import MAX_TOKENS
-from rl_hooks.engines.vllm.ranks import LayerRanks
-from rl_hooks.engines.vllm.served import ServedPolicy, ServedRun
-from rl_hooks.engines.vllm.steps import TapUnsupportedError
+from rl_hooks.engines.tap.feature_tap import MAX_TOKENS, TapUnsupportedError
+from rl_hooks.engines.tap.served import ServedPolicy, ServedRun
 from rl_hooks.sending.sampling import sampling_position
 
 log = logging.getLogger("draftalign.sglang")
@@ -99,7 +98,7 @@ class SGLangTap:
             keep_final_states(runner.model)
             device = torch.device(runner.device)
             self._draws = device.type == "cuda" and torch.version.hip is None
-            self._worker, ranks = worker, LayerRanks.of_group(tp_group())  # from here on requests are marked
+            self._worker, ranks = worker, LayerRanks(tp_group())  # from here on requests are marked
             if ranks.size > 1:
                 self._split = SplitPolicy(lambda: _served(runner, ranks), ranks)
             self._updates = PolicyUpdates(runner.model, weight_version)
@@ -286,7 +285,7 @@ class SGLangTap:
     def _served_run(self, version: int, *, joined: bool) -> ServedRun:
         assert self._updates is not None  # noqa: S101 - it comes with the worker
         runner, args, split = self._worker.target_worker.model_runner, self._worker.server_args, self._split
-        alone = LayerRanks.of_group(None)
+        alone = LayerRanks(None)
 
         def policy() -> ServedPolicy:
             if split is None:

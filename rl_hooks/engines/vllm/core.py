@@ -33,7 +33,7 @@ from typing import Any, Final
 
 from rl_hooks.engines.counters import NO_VERSION, Snapshot
 from rl_hooks.engines.settings import ServiceSettings
-from rl_hooks.engines.tap import MAX_TOKENS
+from rl_hooks.engines.tap.feature_tap import MAX_TOKENS
 from rl_hooks.engines.vllm import KNOWN_RELEASES
 from rl_hooks.engines.vllm.rounds import RoundCounter
 from rl_hooks.engines.vllm.steps import is_plain, leaves_out_truncated, sampling_of

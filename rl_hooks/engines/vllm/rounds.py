@@ -10,25 +10,20 @@ from __future__ import annotations
 
 import inspect
 import logging
-import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from rl_hooks.engines.counters import Counts, Snapshot
+from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.rounds import Law, RoundBooks, counted_prompt
 from rl_hooks.engines.vllm import KNOWN_RELEASES
-from rl_hooks.wire import COUNTED_DIGITS, COUNTED_PROMPTS, prompt_hash
 
 log = logging.getLogger("vllm.draftalign")
 
-_MAX_BUCKETS: Final = 64
 #: Parameters of the method that vLLM's scheduler calls for each request with drafts to verify.
 _TOLD: Final = (
     *("spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens", "num_invalid_spec_tokens", "request_id"),
 )
-_Law = tuple[str | None, int | None]
 _Round = tuple[str, int, int]  # request, drafts, accepted ones
 
 
@@ -36,105 +31,20 @@ class CountingUnsupportedError(Exception):
     """The scheduler of this vLLM is another than the one that was read; the message says what differs."""
 
 
-@dataclass(slots=True)
-class _Bucket:
-    drafted: int = 0
-    emitted: int = 0
-    #: Rounds by how many drafts they accepted.
-    accepted: Counter[int] = field(default_factory=Counter)
-    #: Tokens emitted and rounds of each prompt; None: there were too many.
-    by_prompt: dict[str, list[int]] | None = field(default_factory=dict)
-    #: Requests that ended in a step that was verified so, and those that were left after the last such step.
-    finished: int = 0
-    running: int = 0
-
-    def counts(self) -> Counts:
-        table = dict(self.accepted)
-        deepest = max(table, default=0)
-        return Counts(
-            rounds=sum(table.values()),
-            drafted_tokens=self.drafted,
-            accepted_tokens=sum(length * rounds for length, rounds in table.items()),
-            accepted_per_position=tuple(
-                sum(rounds for length, rounds in table.items() if length > position) for position in range(deepest)
-            ),
-            emitted_tokens=self.emitted,
-            by_prompt={prompt: (tokens, rounds) for prompt, (tokens, rounds) in (self.by_prompt or {}).items()},
-            finished_requests=self.finished,
-            running_requests=self.running,
-        )
-
-    def add(self, prompts: Iterable[tuple[str | None, int]]) -> None:
-        """Rounds of prompts: the tokens that each emitted. None: the prompt is not known."""
-        found = self.by_prompt
-        if found is None:
-            return
-        for prompt, emitted in prompts:
-            if prompt is None:
-                continue
-            if (of := found.get(prompt)) is None:
-                of = found[prompt] = [0, 0]
-            of[0] += emitted
-            of[1] += 1
-        if len(found) > COUNTED_PROMPTS:
-            self.by_prompt = None
-
-
-class RoundBooks:
-    """Rounds of one engine by drafter and policy version. `add` and `tell` are called by one thread, `read` by any."""
-
-    def __init__(self) -> None:
-        self._buckets: dict[_Law, _Bucket] = {}
-        self._gone = Counts()  # sum of the buckets that were dropped beyond the bound
-        self._reading = threading.Lock()  # for both: `read` must not see a bucket twice, or miss it
-
-    def add(
-        self, law: _Law, drafted: int, accepted: Iterable[int], emitted: Sequence[int], prompts: Iterable[str | None]
-    ) -> None:
-        """Rounds that this drafter and this policy have made: drafts of all, and of each round drafts that were
-        accepted, tokens that were emitted, and the prompt.
-        """
-        with self._reading:
-            bucket = self._buckets.pop(law, None)
-            if bucket is None:
-                while len(self._buckets) >= _MAX_BUCKETS:
-                    self._gone += replace(self._buckets.pop(next(iter(self._buckets))).counts(), by_prompt={})
-                bucket = _Bucket()
-            self._buckets[law] = bucket  # last in order: most recently counted
-            bucket.drafted += drafted
-            bucket.accepted.update(accepted)
-            bucket.emitted += sum(emitted)
-            bucket.add(zip(prompts, emitted, strict=True))
-
-    def tell(self, law: _Law, finished: int, running: int) -> None:
-        """Requests that have ended since the last call, and those that run now."""
-        with self._reading:
-            if (bucket := self._buckets.get(law)) is not None:
-                bucket.finished += finished
-                bucket.running = running
-
-    def read(self, policy: int | None) -> Snapshot:
-        """Cumulative counts of each (drafter version, policy version). `policy`: the version that serves now."""
-        with self._reading:
-            exact = [(drafter, version, bucket.counts()) for (drafter, version), bucket in self._buckets.items()]
-            gone = self._gone
-        return Snapshot.of_exact(tuple(exact), gone, policy)
-
-
 class RoundCounter:
     """Counts the rounds of one scheduler. `serving` is the drafter and the policy of the steps from now on."""
 
     def __init__(self, scheduler: Any) -> None:
-        self.serving: _Law = (None, None)
+        self.serving: Law = (None, None)
         #: A fault of ours has ended the counting; the scheduler's methods pass through.
         self.failed = False
         self._books = RoundBooks()
-        self._laws: dict[int, _Law] = {}  # of the steps under way, by their scheduler output
+        self._laws: dict[int, Law] = {}  # of the steps under way, by their scheduler output
         #: Request -> drafter of its drafts, while some are of an older one; None: all are of the present one.
         self._makers: dict[str, str | None] | None = None
         self._step: list[_Round] = []
         self._prompts: dict[str, str | None] = {}  # request -> its prompt, as it is counted; None: not known
-        self._law: _Law = self.serving
+        self._law: Law = self.serving
         self._scheduler = scheduler
         self._wrap(scheduler)
 
@@ -229,15 +139,7 @@ class RoundCounter:
             if all(maker == self.serving[0] for maker in self._makers.values()):
                 self._makers = None
 
-    def _book(self, law: _Law, rounds: Sequence[_Round], emitted: Mapping[str, int]) -> None:
+    def _book(self, law: Law, rounds: Sequence[_Round], emitted: Mapping[str, int]) -> None:
         requests, drafted, accepted = zip(*rounds, strict=True)
         tokens = [emitted.get(request, 0) for request in requests]
         self._books.add(law, sum(drafted), accepted, tokens, map(self._prompts.get, requests))
-
-
-def counted_prompt(tokens: Sequence[int] | None) -> str | None:
-    """How a request's prompt is counted; None where its tokens are not there, or are none that a rollout may hold."""
-    try:
-        return None if tokens is None else prompt_hash(tokens)[:COUNTED_DIGITS]
-    except (OverflowError, TypeError, ValueError):
-        return None

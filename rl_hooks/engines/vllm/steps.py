@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_hooks.engines.collected import Request, RequestSampling, shared_sampling
-from rl_hooks.engines.rows import Step, as_told, of_tokens
+from rl_hooks.engines.tap.collected import Request, RequestSampling, shared_sampling
+from rl_hooks.engines.tap.feature_tap import TapUnsupportedError
+from rl_hooks.engines.tap.rows import Step, as_told, of_tokens
 from rl_hooks.engines.vllm import KNOWN_RELEASES
 from rl_hooks.sending.copies import to_device
 
@@ -38,10 +39,6 @@ V2_ARGUMENTS: Final = ("input_batch", "last_hidden_states", "aux_hidden_states",
 Named = Callable[..., dict[str, Any]]
 #: (model runner, arguments of the drafter's call, requests that are wanted) -> the step of those.
 Read = Callable[[Any, Mapping[str, Any], Collection[str]], Step | None]
-
-
-class TapUnsupportedError(Exception):
-    """Features cannot be captured in this server; the message says why."""
 
 
 def named_arguments(function: Callable[..., Any], wanted: Sequence[str]) -> Callable[..., dict[str, Any]]:

@@ -25,17 +25,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rl_hooks.engines.collected import Request
 from rl_hooks.engines.policy_watch import PolicyWatch
-from rl_hooks.engines.rows import Step, labelled_rows, rows_of
+from rl_hooks.engines.ranks import Joiner, LayerRanks, Shard
 from rl_hooks.engines.settings import ServiceSettings
+from rl_hooks.engines.tap.collected import Request
+from rl_hooks.engines.tap.feature_tap import TapUnsupportedError
+from rl_hooks.engines.tap.rows import Step, labelled_rows, rows_of
+from rl_hooks.engines.tap.served import ServedPolicy, ServedRun
 from rl_hooks.engines.vllm.draft import started_with
-from rl_hooks.engines.vllm.ranks import Joiner, LayerRanks, Shard
-from rl_hooks.engines.vllm.served import ServedPolicy, ServedRun
 from rl_hooks.engines.vllm.steps import (
     Named,
     Read,
-    TapUnsupportedError,
     drafter_call,
     is_resumed,
     leaves_out_truncated,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rl_hooks.engines.ranks import LayerRanks
 from rl_hooks.engines.vllm.draft import RunningDraft
-from rl_hooks.engines.vllm.ranks import LayerRanks
 
 log = logging.getLogger("vllm.draftalign")
 

@@ -29,10 +29,10 @@ from rl_hooks.engines.candidate import (
     vocabulary_digest,
 )
 from rl_hooks.engines.policy_watch import PolicyWatch, before_call
+from rl_hooks.engines.ranks import LayerRanks
 from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.vllm.draft import RunningDraft, draft_model
 from rl_hooks.engines.vllm.modules import float32_weights
-from rl_hooks.engines.vllm.ranks import LayerRanks
 from rl_hooks.engines.vllm.tap import VllmTap
 from rl_hooks.engines.vllm.weights import DrafterWeights, LoadedDrafter
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, fingerprint, most_bytes
@@ -61,7 +61,7 @@ class DrafterSwap:
     """The drafter of one worker."""
 
     def __init__(self, worker: Any) -> None:
-        self._worker, self._ranks = worker, LayerRanks(worker)
+        self._worker, self._ranks = worker, LayerRanks(_layer_group(worker))
         self._staged: Staged | None = None
         self._reading = threading.Lock()
         self._ended = False
@@ -282,6 +282,15 @@ class DrafterSwap:
             raise DrafterRefusedError(f"this server's MTP module is quantised ({quantised}); serve it unquantised")
         if getattr(self._worker.vllm_config.parallel_config, "enable_eplb", False):
             raise DrafterRefusedError("this server moves the module's experts between GPUs (EPLB); turn it off")
+
+
+def _layer_group(worker: Any) -> Any:
+    """The ranks over which vLLM has split this worker's layers; None where it has not."""
+    if worker.vllm_config.parallel_config.tensor_parallel_size == 1:
+        return None
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group()
 
 
 # --- RPC methods, set on vLLM's WorkerBase by the general plugin

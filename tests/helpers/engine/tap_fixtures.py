@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_hooks.engines.collected import Request, RequestSampling
-from rl_hooks.engines.rows import Head, Step, as_told
+from rl_hooks.engines.tap.collected import Request, RequestSampling
+from rl_hooks.engines.tap.rows import Head, Step, as_told
 
 VOCAB, HIDDEN, AUX, STOP = 30, 4, 2, 1
 GENERATOR = torch.Generator().manual_seed(0)

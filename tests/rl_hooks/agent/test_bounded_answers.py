@@ -39,6 +39,7 @@ from rl_hooks.engines.counters import Counts, Snapshot
 from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.sglang.adapter import SGLangEngine
 from rl_hooks.engines.sglang.direct import LOADER
+from rl_hooks.engines.vllm.engine import CoreEngine
 from rl_hooks.errors import DigestError, DownloadError, EngineError, ManifestError
 from rl_hooks.format.drafter import MAX_CONFIG_BYTES, most_bytes, parse_drafter
 from rl_hooks.release import PublicKeys, new_key, parse_manifest
@@ -703,7 +704,7 @@ def test_the_agent_inside_an_engine_is_bounded_alike(
     link: Any = Link()
     service.publish(1)
     service.attack(mode, at)
-    inside = InProcessAgent(ServiceSettings(service.url), tmp_path, "host 1 dp0")
+    inside = InProcessAgent(ServiceSettings(service.url), tmp_path, "host 1 dp0", CoreEngine)
     with memory_of(INFLATED // 2):
         inside.begin(link)
         if at == "/runs/default":  # what it says of the run is no JSON object: it is asked again later

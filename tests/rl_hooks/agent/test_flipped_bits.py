@@ -30,11 +30,11 @@ from drafter.model.eagle3 import Eagle3Drafter
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.download import fetch_release
 from rl_hooks.agent.follower import EngineFollower
-from rl_hooks.agent.in_process import InProcessEngine
 from rl_hooks.agent.metrics import AgentMetrics
 from rl_hooks.engines import protocol
 from rl_hooks.engines.vllm import worker as module
 from rl_hooks.engines.vllm.draft import RunningDraft
+from rl_hooks.engines.vllm.engine import CoreEngine
 from rl_hooks.engines.vllm.plugin import DrafterEndpoints
 from rl_hooks.engines.vllm.worker import RPC_METHODS, DrafterSwap
 from rl_hooks.errors import DigestError, DownloadError, OtherBytesError, SignatureError
@@ -245,7 +245,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
 async def connected(kind: str, vllm: Vllm, cache: Path) -> AsyncIterator[protocol.Engine]:
     """The engine as the agent reaches it: inside it, or through the HTTP plugin."""
     if kind == "in process":
-        yield InProcessEngine("in-process:test", vllm, cache)  # type: ignore[arg-type]
+        yield CoreEngine("in-process:test", vllm, cache)  # type: ignore[arg-type]
         return
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("DRAFTALIGN_DRAFTER_DIR", str(cache))

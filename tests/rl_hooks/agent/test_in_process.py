@@ -30,7 +30,7 @@ from rl_hooks.agent.agent import AgentConfig, SwapAgent
 from rl_hooks.agent.books import EngineBooks
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.follower import EngineFollower
-from rl_hooks.agent.in_process import InProcessAgent, InProcessEngine, drafter_directory, engine_name
+from rl_hooks.agent.in_process import InProcessAgent, drafter_directory, engine_name
 from rl_hooks.agent.metrics import AgentMetrics
 from rl_hooks.agent.process import Seen
 from rl_hooks.agent.vllm import link_of
@@ -38,6 +38,7 @@ from rl_hooks.engines.counters import Counts, Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.vllm.core import CoreLink
+from rl_hooks.engines.vllm.engine import CoreEngine
 from rl_hooks.engines.vllm.swapper import Swapper
 from rl_hooks.release import Release, VerifiedManifest
 from service.storage.queue.keys import Keys
@@ -83,7 +84,7 @@ def end(agent: InProcessAgent) -> None:
 
 
 def agent(url: str, tmp_path: Path, **settings: Any) -> InProcessAgent:
-    return InProcessAgent(ServiceSettings(url, **settings), tmp_path / "cache", "host 1 dp0")
+    return InProcessAgent(ServiceSettings(url, **settings), tmp_path / "cache", "host 1 dp0", CoreEngine)
 
 
 def test_a_run_is_joined_at_the_version_that_the_service_knows(
@@ -313,7 +314,7 @@ def test_an_engine_whose_rounds_are_not_counted_is_complained_about_once(
     link: Any = SimpleNamespace(
         state={"version": None, "loaded": True, "swaps": 0, "policy_version": None}, snapshot=lambda: None
     )
-    engine = InProcessEngine("in-process:x", link, tmp_path)
+    engine = CoreEngine("in-process:x", link, tmp_path)
 
     def fetch(_: VerifiedManifest, _again: bool) -> Release:
         raise AssertionError("nothing is offered")

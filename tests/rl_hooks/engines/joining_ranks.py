@@ -15,7 +15,7 @@ import torch.distributed as dist
 from helpers.worker.rank_fixtures import run_two_ranks
 from torch import Tensor
 
-from rl_hooks.engines.vllm.ranks import Joiner, LayerRanks, Shard
+from rl_hooks.engines.ranks import Joiner, LayerRanks, Shard
 from rl_hooks.sending.features import score_rows
 from rl_hooks.sending.tally import Tally
 from rl_hooks.wire import LogitMap
@@ -58,8 +58,7 @@ def is_unknown(found: Tensor) -> bool:
 
 def scores(rank: int) -> None:
     """As an engine makes it, with a group of its own."""
-    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
-    ranks = LayerRanks(SimpleNamespace(vllm_config=config))
+    ranks = LayerRanks(None)
     ranks.group = SimpleNamespace(ranks=[0, 1])
     tally = Tally(logging.getLogger("vllm.draftalign"))
     joining = Joiner.of(ranks, tally)

@@ -13,9 +13,9 @@ from helpers.engine.agent_fixtures import eventually
 from helpers.engine.tap_fixtures import HEAD, STOP, Script, step
 from torch import nn
 
-from rl_hooks.engines.collected import Collected
 from rl_hooks.engines.policy_watch import PolicyVersions, PolicyWatch, WeightSample, on_reload
-from rl_hooks.engines.tap import FeatureTap
+from rl_hooks.engines.tap.collected import Collected
+from rl_hooks.engines.tap.feature_tap import FeatureTap
 
 
 class Model(nn.Module):

@@ -32,14 +32,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_hooks import wire
-from rl_hooks.engines.collected import Batcher, Collected, Request, RequestSampling, assemble, rollout_file
-from rl_hooks.engines.rows import Step
 from rl_hooks.engines.settings import ServiceSettings
-from rl_hooks.engines.tap import FeatureTap
+from rl_hooks.engines.tap.collected import Batcher, Collected, Request, RequestSampling, assemble, rollout_file
+from rl_hooks.engines.tap.feature_tap import FeatureTap, TapUnsupportedError
+from rl_hooks.engines.tap.rows import Step
 from rl_hooks.engines.vllm.steps import (
     V1_ARGUMENTS,
     V2_ARGUMENTS,
-    TapUnsupportedError,
     named_arguments,
     request_of,
     step_v1,

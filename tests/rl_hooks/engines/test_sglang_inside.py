@@ -27,13 +27,14 @@ from drafter.model.eagle3 import Eagle3Drafter
 from rl_hooks.agent.in_process import InProcessAgent
 from rl_hooks.engines.counters import NO_VERSION
 from rl_hooks.engines.protocol import TREES
+from rl_hooks.engines.ranks import LayerRanks
 from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.sglang import inside, loader
 from rl_hooks.engines.sglang.adapter import SGLangEngine
 from rl_hooks.engines.sglang.inside import Outcome, RankDrafter, SchedulerEngine, SchedulerLink, SwapOrder
 from rl_hooks.engines.sglang.memory import MEMORY
 from rl_hooks.engines.sglang.rounds import ServedRounds, StepCounter
-from rl_hooks.engines.vllm.ranks import LayerRanks
+from rl_hooks.engines.vllm.engine import CoreEngine
 from rl_hooks.errors import EngineError, OtherBytesError, SwapRefusedError
 from rl_hooks.release import Release, VerifiedManifest
 from rl_hooks.wire import COUNTED_DIGITS, prompt_hash
@@ -262,7 +263,7 @@ def test_all_ranks_load_or_none(
     initial, good = drafter_in(tmp_path / "0", 0), drafter_in(tmp_path / "1", 1)
     bad = drafter_in(tmp_path / "2", 2, not_finite)
     workers, exchange = [Worker(initial), Worker(initial)], Exchange()
-    ranks = [RankDrafter(worker, LayerRanks.of_group(ALONE)) for worker in workers]
+    ranks = [RankDrafter(worker, LayerRanks(ALONE)) for worker in workers]
     manager = SimpleNamespace(_session=None)
     for number, rank in enumerate(ranks):
         monkeypatch.setattr(rank, "_tell", exchange.tell(number))
@@ -381,7 +382,7 @@ def test_while_the_service_is_away_the_log_says_so_once(
 ) -> None:
     """A server may wait for it for hours, and asks every five seconds."""
     monkeypatch.setattr("rl_hooks.agent.in_process._RETRY_SECONDS", 0.01)
-    agent, asked = InProcessAgent(SETTINGS, tmp_path / "cache", "host 1 dp0"), list[bool]()
+    agent, asked = InProcessAgent(SETTINGS, tmp_path / "cache", "host 1 dp0", CoreEngine), list[bool]()
 
     def away() -> None:
         asked.append(True)

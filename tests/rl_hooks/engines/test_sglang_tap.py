@@ -15,16 +15,16 @@ from helpers.engine.tap_fixtures import HEAD, HIDDEN, STOP, VOCAB, Script, state
 from torch import nn
 
 from rl_hooks import wire
-from rl_hooks.engines.collected import Collected, rollout_file
+from rl_hooks.engines.ranks import LayerRanks
 from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.sglang import tap as module
 from rl_hooks.engines.sglang.split import SplitPolicy
 from rl_hooks.engines.sglang.steps import is_answered, request_of, sampling_of, unlike_policy
 from rl_hooks.engines.sglang.tap import SGLangTap
 from rl_hooks.engines.sglang.updates import PolicyUpdates
-from rl_hooks.engines.tap import FeatureTap
-from rl_hooks.engines.vllm.ranks import LayerRanks
-from rl_hooks.engines.vllm.served import Matrix, ServedPolicy
+from rl_hooks.engines.tap.collected import Collected, rollout_file
+from rl_hooks.engines.tap.feature_tap import FeatureTap
+from rl_hooks.engines.tap.served import Matrix, ServedPolicy
 
 DEPTH = 3
 SETTINGS = ServiceSettings("http://127.0.0.1:9", sample_fraction=1.0)
@@ -105,7 +105,7 @@ class Engine:
             answers_only=split,
         )
         if split:
-            self.hooks._split = SplitPolicy(served, LayerRanks.of_group(SimpleNamespace(world_size=1)))
+            self.hooks._split = SplitPolicy(served, LayerRanks(SimpleNamespace(world_size=1)))
         self.updates.changing, self.updates.leaving = self.tap.cut, self.tap.flush
         self.turned: list[tuple[int | None, bool]] = []
         facts: dict[str, Any] = {"settled": self.settled, "counts": dict, "close": lambda _: None}
@@ -255,7 +255,7 @@ def test_ranks_gather_a_head_that_has_moved_and_the_embedding_at_the_first_updat
     embedding, head = Matrix.of(torch.randn(VOCAB, 4), VOCAB), Matrix.of(torch.randn(VOCAB, 4), VOCAB)
     config = SimpleNamespace(vocab_size=VOCAB)
     own = ServedPolicy.named(config, nn.Linear(1, 1))(config, embedding, head)
-    split = SplitPolicy(lambda: own, LayerRanks.of_group(SimpleNamespace(world_size=1)))
+    split = SplitPolicy(lambda: own, LayerRanks(SimpleNamespace(world_size=1)))
     gathered = [split.whole]
     for moves in (False, False, True):  # the first update gathers both, moved or not
         split.renew()
@@ -610,7 +610,7 @@ def test_a_server_that_does_not_follow_marks_no_request(caplog: pytest.LogCaptur
     """A marked request has no other's prefix cache, and nobody would begin to send."""
     hooks = SGLangTap(SETTINGS, lambda: False)
     hooks._worker, hooks._draws = object(), True
-    hooks._split = SplitPolicy(served, LayerRanks.of_group(SimpleNamespace(world_size=1)))
+    hooks._split = SplitPolicy(served, LayerRanks(SimpleNamespace(world_size=1)))
     hooks.started()
     request = Req("r", [1, 2])
     hooks.admitted(None, request)

@@ -12,8 +12,8 @@ from helpers.engine.agent_fixtures import eventually
 from helpers.engine.tap_fixtures import HEAD, HIDDEN, PLAIN, STOP, VOCAB, Script, states, step
 
 from rl_hooks import wire
-from rl_hooks.engines.collected import Batcher, Collected, Request, rollout_file
-from rl_hooks.engines.tap import FeatureTap
+from rl_hooks.engines.tap.collected import Batcher, Collected, Request, rollout_file
+from rl_hooks.engines.tap.feature_tap import FeatureTap
 
 
 @pytest.mark.parametrize("length", [40, 200, 2000])

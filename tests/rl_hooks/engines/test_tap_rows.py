@@ -15,10 +15,10 @@ from helpers.engine.agent_fixtures import eventually
 from helpers.engine.tap_fixtures import HEAD, PLAIN, STOP, VOCAB, Script, states, step
 from torch import nn
 
-from rl_hooks.engines.collected import Collected, RequestSampling
 from rl_hooks.engines.policy_watch import PolicyWatch, WeightSample
-from rl_hooks.engines.rows import Head
-from rl_hooks.engines.tap import FeatureTap
+from rl_hooks.engines.tap.collected import Collected, RequestSampling
+from rl_hooks.engines.tap.feature_tap import FeatureTap
+from rl_hooks.engines.tap.rows import Head
 
 KINDS = [PLAIN, RequestSampling(0.7, 0.6, 0), RequestSampling(1.0, 1.0, 4)]
 

@@ -18,20 +18,17 @@ import torch
 from helpers.engine.tap_fixtures import HEAD, Script, scheduled, step
 from torch import Tensor
 
-from rl_hooks.engines.collected import Collected
 from rl_hooks.engines.policy_watch import PolicyWatch
-from rl_hooks.engines.rows import Step, labelled_rows
-from rl_hooks.engines.tap import FeatureTap
-from rl_hooks.engines.vllm.ranks import LayerRanks, Shard
+from rl_hooks.engines.ranks import LayerRanks, Shard
+from rl_hooks.engines.tap.collected import Collected
+from rl_hooks.engines.tap.feature_tap import FeatureTap
+from rl_hooks.engines.tap.rows import Step, labelled_rows
 from rl_hooks.engines.vllm.tap import VllmTap, _SplitScores
 from rl_hooks.sending.features import joined_scores, score_rows
 from rl_hooks.wire import LogitMap
 
 TESTS = Path(__file__).parents[2]
 ROWS, HIDDEN, VOCABULARY, PADDED = 40, 16, 105, 192
-WORKER = SimpleNamespace(
-    vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1)), model_runner=None
-)
 
 
 class Group:
@@ -155,7 +152,7 @@ class Recorded(LayerRanks):
     """A rank whose others answer as told."""
 
     def __init__(self, *, others: bool) -> None:
-        super().__init__(WORKER)
+        super().__init__(None)
         self.said: list[bool] = []
         self._others = others
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from rl_hooks.engines.candidate import DrafterRefusedError
 from rl_hooks.engines.policy_watch import PolicyVersions, WeightSample
+from rl_hooks.engines.ranks import LayerRanks
 from rl_hooks.engines.settings import ServiceSettings
+from rl_hooks.engines.tap.served import Matrix, ServedPolicy, ServedRun
 from rl_hooks.engines.vllm import worker as module
 from rl_hooks.engines.vllm.draft import RunningDraft
-from rl_hooks.engines.vllm.ranks import LayerRanks
-from rl_hooks.engines.vllm.served import Matrix, ServedPolicy, ServedRun
 from rl_hooks.engines.vllm.weights import LoadedDrafter
 from rl_hooks.engines.vllm.worker import DrafterSwap, Staged
 
@@ -257,7 +257,7 @@ def test_weights_that_are_named_as_the_ones_before_were_counted_are_not_collecte
     assert [versions.next(None, moved=True), versions.next("1", moved=True)] == [1, 1]
     sizes = {"model_type": "llama", "hidden_size": 4, "num_hidden_layers": 2, "vocab_size": 8}
     config: Any = SimpleNamespace(**sizes, to_dict=lambda: sizes)
-    model, alone, matrix = Model(), LayerRanks.of_group(None), Matrix.of(torch.randn(8, 4), 8)
+    model, alone, matrix = Model(), LayerRanks(None), Matrix.of(torch.randn(8, 4), 8)
     run = ServedRun(
         ServiceSettings("http://127.0.0.1:9", sample_fraction=1.0),
         lambda: ServedPolicy.named(config, model)(config, matrix, matrix),

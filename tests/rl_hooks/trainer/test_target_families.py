@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +21,8 @@ from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.unroll.plan import make_plan
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks import wire
-from rl_hooks.engines.vllm.ranks import LayerRanks
-from rl_hooks.engines.vllm.served import ServedPolicy
+from rl_hooks.engines.ranks import LayerRanks
+from rl_hooks.engines.tap.served import ServedPolicy
 from rl_hooks.errors import UnsupportedModelError
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.features import Captured, score_rows
@@ -348,9 +347,7 @@ def test_minicpms_checkpoints_own_class_divides_as_transformers_minicpm_3_does()
 
 
 def test_a_vllm_hands_out_minicpms_states_divided_and_granites_not() -> None:
-    ranks = LayerRanks(
-        SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1)))
-    )
+    ranks = LayerRanks(None)
     for family, expected in (("minicpm 3", LogitMap()), ("granite", LogitMap(scale=0.25))):
         model = tiny(family)
         assert ServedPolicy.on(ranks, model.config, model).logit_map == expected

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rl_hooks import wire
-from rl_hooks.engines.collected import REJECTED, RequestSampling
+from rl_hooks.engines.tap.collected import REJECTED, RequestSampling
 from rl_hooks.sending.copies import to_device
 from rl_hooks.sending.features import score_rows
 

@@ -1,7 +1,7 @@
 """The policy that an engine serves, as a run's registration sees a trainer's, and the run as that engine sends it.
 
 The registration goes out first: config, embedding and head, and the drafter that the engine was started with. Then
-rollouts with features, and the head again when it has moved. vLLM's tap and SGLang's are made of this.
+rollouts with features, and the head again when it has moved.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
-from rl_hooks.engines.collected import Batcher, Collected, rollout_file
 from rl_hooks.engines.policy_watch import WeightSample
-from rl_hooks.engines.rows import Head
+from rl_hooks.engines.ranks import Joiner, LayerRanks, slice_of
 from rl_hooks.engines.settings import ServiceSettings
-from rl_hooks.engines.tap import FeatureTap
-from rl_hooks.engines.vllm.ranks import Joiner, LayerRanks, slice_of
-from rl_hooks.engines.vllm.steps import TapUnsupportedError
+from rl_hooks.engines.tap.collected import Batcher, Collected, rollout_file
+from rl_hooks.engines.tap.feature_tap import FeatureTap, TapUnsupportedError
+from rl_hooks.engines.tap.rows import Head
 from rl_hooks.sending.jobs import Job
 from rl_hooks.sending.registration import (
     HeadWatch,
@@ -38,7 +37,7 @@ from rl_hooks.sending.registration import (
 from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.wire import LogitMap
 
-#: Where vLLM looks for the embedding that a drafter shares; gpt-oss has the second.
+#: Where vLLM and SGLang look for the embedding that a drafter shares; gpt-oss has the second in vLLM.
 _EMBEDDINGS: Final = ("model.embed_tokens", "model.embedding")
 #: The head is sent again when it has moved by more than this, relative to its norm, as a trainer's hook does.
 HEAD_TOLERANCE: Final = 0.005
@@ -49,7 +48,7 @@ class Matrix:
     """Rows of the embedding or head that one rank holds, from token `begin` on. Views of the policy's own memory."""
 
     weight: Tensor
-    padded: Tensor  # with the rows that vLLM adds
+    padded: Tensor  # with the rows that the engine adds
     begin: int
 
     @classmethod

@@ -1,9 +1,9 @@
 """The tensor-parallel ranks of one engine: what they agree on, and the policy's head of which each holds a slice.
 
-The methods of `LayerRanks` are collectives on vLLM's host group (gloo): all ranks call them in the same engine call, in
-the same order, whether their own part has worked or not. A rank that failed takes part with `all_agree(ok=False)`. A
-rank that waits on the host for another longer than `_PATIENCE` raises. `Joiner` joins the scores of each step; no
-engine waits for it.
+The methods of `LayerRanks` are collectives on the engine's host group (gloo): all ranks call them in the same engine
+call, in the same order, whether their own part has worked or not. A rank that failed takes part with
+`all_agree(ok=False)`. A rank that waits on the host for another longer than `_PATIENCE` raises. `Joiner` joins the
+scores of each step; no engine waits for it.
 
 With one rank nothing is sent.
 
@@ -33,29 +33,20 @@ from rl_hooks.wire import LogitMap
 
 log = logging.getLogger("vllm.draftalign")
 
-#: A rank that does not answer for so long has died, and vLLM's own collectives fail, too.
+#: A rank that does not answer for so long has died, and the engine's own collectives fail, too.
 _PATIENCE: Final = timedelta(seconds=60)
 
 
 class LayerRanks:
-    """The ranks over which vLLM has split the layers of this worker's model."""
+    """The ranks over which an engine has split the layers of its model.
 
-    def __init__(self, worker: Any) -> None:
-        self.size = int(worker.vllm_config.parallel_config.tensor_parallel_size)
-        #: The engine's own; None with one rank.
-        self.group: Any = None
-        if self.size > 1:
-            from vllm.distributed.parallel_state import get_tp_group
+    `group`: the engine's own, a `GroupCoordinator` of vLLM's or SGLang's; None, or one of one rank: it is not split.
+    """
 
-            self.group = get_tp_group()
-
-    @classmethod
-    def of_group(cls, group: Any) -> Self:
-        """The ranks of a group of SGLang's, whose class was vLLM's once; None: one alone."""
-        ranks = cls.__new__(cls)
-        ranks.size = 1 if group is None else int(group.world_size)
-        ranks.group = group if ranks.size > 1 else None
-        return ranks
+    def __init__(self, group: Any) -> None:
+        self.size = 1 if group is None else int(group.world_size)
+        #: None with one rank.
+        self.group: Any = group if self.size > 1 else None
 
     @property
     def first(self) -> bool:
@@ -180,7 +171,7 @@ class Joiner:
 
 
 class Shard:
-    """One rank's rows of the head: the tokens from `begin` on; vLLM's padding behind the vocabulary is left out."""
+    """One rank's rows of the head: tokens from `begin` on, without the padding behind the vocabulary."""
 
     def __init__(self, weight: Tensor, begin: int, logit_map: LogitMap) -> None:
         self.weight, self.begin, self.logit_map = weight, begin, logit_map
@@ -198,7 +189,7 @@ class Shard:
 
 
 def slice_of(module: nn.Module) -> tuple[int, int]:
-    """(first token, tokens) of this rank's slice of a vLLM embedding or head, without padding."""
+    """(first token, tokens) of this rank's slice of an embedding or head of vLLM's or SGLang's, without padding."""
     indices: Any = module.shard_indices
     if indices.num_added_elements_padded:
         raise ValueError("the policy's head has added tokens (LoRA), which the tap does not know")

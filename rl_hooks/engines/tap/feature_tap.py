@@ -35,9 +35,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rl_hooks.engines.collected import Collected, Request, UnscoredError, assemble
 from rl_hooks.engines.policy_watch import WeightSample
-from rl_hooks.engines.rows import Gathered, Head, Step, gather, joined, labels_of
+from rl_hooks.engines.tap.collected import Collected, Request, UnscoredError, assemble
+from rl_hooks.engines.tap.rows import Gathered, Head, Step, gather, joined, labels_of
 from rl_hooks.sending.copies import HostCopies
 from rl_hooks.sending.sampling import TokenBudget, sampling_position
 from rl_hooks.sending.tally import Tally
@@ -212,6 +212,10 @@ class _Sender:
             self._tally.note("unscored", f"draftalign tap: {error}")
         except Exception as error:  # noqa: BLE001 - one bad request must not end the thread
             _note(self._tally, "assemble", error)
+
+
+class TapUnsupportedError(Exception):
+    """Features cannot be captured in this server; the message says why."""
 
 
 class FeatureTap:
