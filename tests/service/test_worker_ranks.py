@@ -11,8 +11,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -25,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.engine.agent_fixtures import eventually
+from helpers.forked import run_fork
 from helpers.ports import free_port
 from helpers.worker.rank_fixtures import fork_ranks, run_two_ranks
 from helpers.worker.record_fixtures import told
@@ -344,9 +343,12 @@ def test_ranks_learn_alike_from_8_bits_shared_prompts_and_an_object_store(
     if "DRAFTALIGN_TESTS_FRESH" not in os.environ:
         # Ranks are forks, and obstore's threads, which another test of this process may have begun, do not outlive one.
         here = f"{__file__}::test_ranks_learn_alike_from_8_bits_shared_prompts_and_an_object_store"
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", here]
-        environment = os.environ | {"DRAFTALIGN_TESTS_FRESH": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+        quietly = "-W", "ignore::pytest.PytestAssertRewriteWarning"  # of what the fork has imported
+        given, variables = (
+            ("-q", "-n", "0", "-p", "no:cacheprovider", *quietly),
+            os.environ | {"DRAFTALIGN_TESTS_FRESH": "1"},
+        )
+        done = run_fork("worker", "pytest", *given, here, directory=tmp_path, environment=variables, seconds=110)
         assert done.returncode == 0, done.stdout[-4000:]
         return
     pytest.importorskip("obstore")

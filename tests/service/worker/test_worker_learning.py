@@ -66,6 +66,7 @@ def test_a_batch_is_scored_before_it_is_trained_on(bench: Bench, tmp_path: Path)
 def test_what_redis_keeps_of_a_batchs_scores_is_what_the_plan_counts(rollouts: int, bench: Bench) -> None:
     """Of batches whose rollouts each have a prompt of their own, while versions are published."""
     asked = {"gate_min_gain": 0.0, "gate_confidence": 0.51, "learning_rate": 1e-2, "train_passes": 4.0}
+    asked |= {"train_step_tokens": 256}  # few windows
     bench.settings = bench.settings.model_copy(update=asked)
     bench.begin()
     worker = bench.worker()
