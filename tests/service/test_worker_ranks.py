@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import inspect
@@ -372,7 +371,7 @@ def test_ranks_learn_alike_from_8_bits_shared_prompts_and_an_object_store(
             header = wire.check_rollout_header(wire.parse_header(body))
             blob = new_name(header.batch_id, hashlib.sha256(body).hexdigest(), time.time_ns())
             client.put_object(Bucket=BUCKET, Key=f"in/rollouts/default/{blob}", Body=body)
-            assert asyncio.run(bench._enqueue("default", bench._spooled(header, blob, len(body)))) == "accepted"
+            assert bench.enqueue("default", bench._spooled(header, blob, len(body))) == "accepted"
             bench.posted.append(header.batch_id)
 
     for store in running_store(monkeypatch):

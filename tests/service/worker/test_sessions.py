@@ -735,7 +735,7 @@ def test_a_session_that_is_none_is_refused_by_api_and_worker(
         upload.write(bad)
         blob = bench.spool.new_blob(header.batch_id, upload.digest)
         upload.keep(bench.layout.blob("default", blob))
-    asyncio.run(bench._enqueue("default", bench._spooled(header, blob, len(bad))))
+    bench.enqueue("default", bench._spooled(header, blob, len(bad)))
     worker = bench.worker()
     bench.drain(worker)
     assert bench.state(header.batch_id) == "dead"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
@@ -221,7 +220,7 @@ def test_a_batch_that_another_version_queued_is_dead_and_those_behind_it_live(be
     body = bench.world.rollout_file("of another version")
     header = wire.check_rollout_header(wire.parse_header(body))
     named = bench._spooled(header, f"{header.batch_id}.{'0' * 32}.safetensors", len(body))
-    assert asyncio.run(bench._enqueue("default", named)) == "accepted"
+    assert bench.enqueue("default", named) == "accepted"
     good = bench.post("good")
     bench.drain(bench.worker())
     assert (bench.state(header.batch_id), bench.code(header.batch_id)) == ("dead", "blob_missing")
