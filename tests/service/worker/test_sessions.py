@@ -48,6 +48,11 @@ TRAINER = Path(__file__).with_name("session_trainer.py")
 FIRST, SECOND, THIRD = "1" * 32, "2" * 32, "3" * 32
 
 
+@pytest.fixture(autouse=True)
+def _small(bench: Bench) -> None:
+    bench.world.rollouts = 4
+
+
 @pytest.fixture(name="service")
 def _service(serve: Callable[..., RunningService]) -> RunningService:
     return serve()
