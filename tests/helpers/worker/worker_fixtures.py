@@ -101,7 +101,7 @@ class World:
     """A policy in which `last_hidden` after token x is `states[x]`, so the next token depends on x alone.
 
     `heads[v]` is the head in force from policy version v on; sampling always uses the newest not newer than asked.
-    `rollouts`: in a batch that says no number. Half as many take a worker two thirds of the time.
+    `rollouts`: in a batch that says no number. A worker takes 60 ms for eight, 43 for four.
     """
 
     tied: bool = False
