@@ -18,7 +18,7 @@ import argparse
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -133,31 +133,27 @@ def count_alarms(values: Floats, settings: DriftConfig) -> int:
     return alarms
 
 
-def delay_ticks(before: Floats, after: Floats, settings: DriftConfig) -> int | None:
-    """Ticks from the change to the first alarm; the monitor runs on `before` first, its alarms there acknowledged."""
-    monitor = DriftMonitor(settings)
-    for value in before.tolist():
-        if monitor.tick(value).alarm:
-            monitor.acknowledge()
-    for index, value in enumerate(after.tolist(), start=1):
-        if monitor.tick(value).alarm:
-            return index
-    return None
+def median_delays_rollouts(
+    bank: Bank, drops: Sequence[float], *, runs: int, ticks: int, seed: int, settings: DriftConfig, before: int = 3000
+) -> list[float]:
+    """For each step down by a fraction, the median delay in rollouts (infinite where the median run missed it).
 
-
-def falls(
-    bank: Bank, drop: float, ticks: int, runs: int, seed: int, before: int = 3000
-) -> Iterator[tuple[Floats, Floats]]:
-    """Pairs of value streams before and after a step by the fraction `drop`."""
+    Each step comes after the same ticks of before, whose alarms are acknowledged.
+    """
+    delays: list[list[float]] = []
     for run in range(runs):
-        rng = np.random.default_rng([seed, run])
-        yield tick_values(bank, before, rng), tick_values(bank, ticks, rng) * (1 - drop)
-
-
-def median_delay_rollouts(bank: Bank, drop: float, *, runs: int, ticks: int, seed: int, settings: DriftConfig) -> float:
-    """Median delay in rollouts (infinite where the median run missed the fall)."""
-    delays = [delay_ticks(before, after, settings) for before, after in falls(bank, drop, ticks, runs, seed)]
-    return float(np.median([np.inf if d is None else d * ROLLOUTS_PER_TICK for d in delays]))
+        rng, standing = np.random.default_rng([seed, run]), DriftMonitor(settings)
+        for value in tick_values(bank, before, rng).tolist():
+            if standing.tick(value).alarm:
+                standing.acknowledge()
+        values, kept = tick_values(bank, ticks, rng), standing.state.to_json()
+        found = []
+        for drop in drops:
+            monitor = DriftMonitor(settings, DriftState.from_json(kept))
+            alarms = (n for n, v in enumerate((values * (1 - drop)).tolist(), 1) if monitor.tick(v).alarm)
+            found.append(next(alarms, math.inf) * ROLLOUTS_PER_TICK)
+        delays.append(found)
+    return np.median(delays, axis=0).tolist()  # type: ignore[no-any-return]
 
 
 # --- mixes of prompts that change

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("drafter", "rl_hooks", "service")
 #: Every arrow between rooms, and no other. A room is a folder; a file beside the rooms stands for itself.
 ARROWS = {
-    "service.cli": """service.access service.api service.capacity service.errors service.ranks
+    "service.cli": """service.access service.api service.capacity service.errors service.memory service.ranks
         service.settings service.storage service.worker
         examples.demo drafter.batch drafter.errors drafter.files drafter.model drafter.policy
         drafter.replay drafter.vocabulary rl_hooks.agent rl_hooks.durable rl_hooks.errors rl_hooks.format rl_hooks.hook

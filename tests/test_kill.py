@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import pytest
+from helpers.forked import running_api
 from helpers.ports import free_port
 from helpers.service.service_fixtures import HEADERS, rollout_file, run_file
 from helpers.service.storage_fixtures import RolloutQueue
@@ -23,23 +21,6 @@ from redis import Redis
 
 from rl_hooks.sending.sender import RolloutSender
 from service.storage.layout import Layout
-
-API = """
-import sys
-from service.api.app import run_api
-from service.settings import Settings
-run_api(Settings(state_dir=sys.argv[1], redis_url=sys.argv[2], port=int(sys.argv[3])))
-"""
-
-
-@contextmanager
-def api(state_dir: Path, url: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    argv = [sys.executable, "-c", API, str(state_dir), url, str(port)]
-    with subprocess.Popen(argv) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 def wait_until_ready(port: int) -> None:
@@ -106,7 +87,7 @@ def test_nothing_that_was_answered_is_lost_when_api_and_valkey_are_killed(
     senders = [Sender(number, port) for number in range(3)]
     try:
         for life in range(4):
-            with api(tmp_path, own_valkey.url, port) as process:
+            with running_api(tmp_path, own_valkey.url, port, tmp_path / "api.log") as process:
                 wait_until_ready(port)
                 if life == 0:
                     put = httpx.put(f"http://127.0.0.1:{port}/runs/default", content=run_file(), headers=HEADERS)
@@ -123,7 +104,7 @@ def test_nothing_that_was_answered_is_lost_when_api_and_valkey_are_killed(
                     wait_until_ready(port)
                     time.sleep(rng.uniform(0.05, 0.3))
                 process.kill()
-        with api(tmp_path, own_valkey.url, port):
+        with running_api(tmp_path, own_valkey.url, port, tmp_path / "api.log"):
             wait_until_ready(port)
             for sender in senders:
                 sender.stopping.set()
@@ -164,7 +145,7 @@ def test_an_api_that_is_stopped_and_goes_on_loses_and_doubles_nothing_and_holds_
     trainer = RolloutSender(f"http://127.0.0.1:{port}")
     of_trainer = 0
     try:
-        with api(tmp_path, own_valkey.url, port) as process:
+        with running_api(tmp_path, own_valkey.url, port, tmp_path / "api.log") as process:
             wait_until_ready(port)
             put = httpx.put(f"http://127.0.0.1:{port}/runs/default", content=run_file(), headers=HEADERS)
             assert put.status_code == 201

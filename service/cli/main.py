@@ -23,6 +23,7 @@ from service.cli.remote.runs import dead, drift, runs, state, worth
 from service.cli.state import copy_state
 from service.cli.warmup import warmup
 from service.errors import ConfigurationError, ServiceError
+from service.memory import importing
 from service.settings import Settings, redis_place
 
 app = typer.Typer(
@@ -102,7 +103,8 @@ def serve(
 ) -> None:
     """Run the HTTP API (needs a Redis; `up` brings its own)."""
     settings = _settings(state_dir, port=port, redis_url=redis_url, tls_cert=tls_cert, tls_key=tls_key)
-    from service.api.app import run_api  # loaded only once the settings are known to be right
+    with importing():
+        from service.api.app import run_api  # loaded only once the settings are known to be right
 
     run_api(_with_redis(settings))
 
@@ -114,7 +116,8 @@ def worker(state_dir: StateDir = None, redis_url: RedisUrl = None) -> None:
     """
     check_torch()
     settings = _with_redis(_settings(state_dir, redis_url=redis_url))
-    from service.ranks import run_on_ranks  # it loads torch, which takes two seconds
+    with importing():
+        from service.ranks import run_on_ranks  # it loads torch, which takes two seconds
 
     run_on_ranks(settings)
 
@@ -180,7 +183,8 @@ def demo(
     keep: Annotated[bool, typer.Option(help="Keep the service running (and its state) after the run.")] = False,
 ) -> None:
     """Run real RL on a small policy and see its drafter stay in step (a few minutes on two cores)."""
-    from examples.demo import DemoConfig, run_demo
+    with importing():
+        from examples.demo import DemoConfig, run_demo
 
     run_demo(DemoConfig(steps, seed, out, port, redis_url, engine, keep, task, start))
 

@@ -17,6 +17,7 @@ from service.cli.drafters.commands import layer_numbers
 from service.cli.remote.client import LOCAL, Service, call
 from service.cli.remote.drafters import fetch_to, require_free
 from service.errors import ConfigurationError
+from service.memory import importing
 
 if TYPE_CHECKING:
     from rl_hooks.hook import DrafterHook
@@ -72,7 +73,8 @@ def warmup(
     The service must be running (`draftalign up`). The RL run then goes on under the same name. DRAFTALIGN_TOKEN: token
     for the service, of scopes write and read.
     """
-    from service.cli.drafters.answers import Sampling, send_rollouts
+    with importing():
+        from service.cli.drafters.answers import Sampling, send_rollouts
 
     if out is not None:
         require_free(out)

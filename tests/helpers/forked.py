@@ -9,10 +9,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from helpers.engine.engine_forks import Forks
+from helpers.engine.engine_forks import Fork, Forks
 
 ROOT = Path(__file__).parents[2]
 _PATHS = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
@@ -58,3 +58,16 @@ def run_fork(
             raise
         code = fork.returncode
         return subprocess.CompletedProcess([program, *arguments], code, output.read_text(), errors.read_text())
+
+
+@contextlib.contextmanager
+def running_api(state_dir: Path, redis_url: str, port: int, log: Path) -> Iterator[Fork]:
+    """The API as a process of its own, which is killed at the end. It may not answer yet."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DRAFTALIGN_")}
+    arguments = "serve", "--state-dir", str(state_dir), "--redis-url", redis_url, "--port", str(port)
+    fork = forks("command").fork("service.cli", arguments, environment | {"PYTHONPATH": _PATHS}, log)
+    try:
+        yield fork
+    finally:
+        fork.kill()
+        fork.wait()

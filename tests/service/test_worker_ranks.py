@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import inspect
@@ -11,8 +10,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -25,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.engine.agent_fixtures import eventually
+from helpers.forked import run_fork
 from helpers.ports import free_port
 from helpers.worker.rank_fixtures import fork_ranks, run_two_ranks
 from helpers.worker.record_fixtures import told
@@ -344,9 +342,12 @@ def test_ranks_learn_alike_from_8_bits_shared_prompts_and_an_object_store(
     if "DRAFTALIGN_TESTS_FRESH" not in os.environ:
         # Ranks are forks, and obstore's threads, which another test of this process may have begun, do not outlive one.
         here = f"{__file__}::test_ranks_learn_alike_from_8_bits_shared_prompts_and_an_object_store"
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", here]
-        environment = os.environ | {"DRAFTALIGN_TESTS_FRESH": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+        quietly = "-W", "ignore::pytest.PytestAssertRewriteWarning"  # of what the fork has imported
+        given, variables = (
+            ("-q", "-n", "0", "-p", "no:cacheprovider", *quietly),
+            os.environ | {"DRAFTALIGN_TESTS_FRESH": "1"},
+        )
+        done = run_fork("worker", "pytest", *given, here, directory=tmp_path, environment=variables, seconds=110)
         assert done.returncode == 0, done.stdout[-4000:]
         return
     pytest.importorskip("obstore")
@@ -370,7 +371,7 @@ def test_ranks_learn_alike_from_8_bits_shared_prompts_and_an_object_store(
             header = wire.check_rollout_header(wire.parse_header(body))
             blob = new_name(header.batch_id, hashlib.sha256(body).hexdigest(), time.time_ns())
             client.put_object(Bucket=BUCKET, Key=f"in/rollouts/default/{blob}", Body=body)
-            assert asyncio.run(bench._enqueue("default", bench._spooled(header, blob, len(body)))) == "accepted"
+            assert bench.enqueue("default", bench._spooled(header, blob, len(body))) == "accepted"
             bench.posted.append(header.batch_id)
 
     for store in running_store(monkeypatch):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -364,6 +365,7 @@ def test_a_state_of_another_drafter_is_refused_by_the_fields_of_either_side(tmp_
 V, H = 40, 32
 
 
+@cache
 def markov_rollouts(count: int, seed: int) -> tuple[RolloutBatch, Policy]:
     """A target that a drafter can learn: the next token's distribution depends on the last token alone."""
     fixed = torch.Generator().manual_seed(0)
@@ -408,16 +410,32 @@ def acceptance(t: DrafterTrainer[Eagle3Drafter], batch: RolloutBatch, policy: Po
     return [s / n for s, n in zip(result.acceptance_sums.tolist(), result.entries, strict=True)]
 
 
-def test_a_tiny_drafter_learns_its_target_and_acceptance_rises_on_unseen_rollouts() -> None:
+@dataclass
+class Learnt:
+    """What a learner over the whole vocabulary makes of 100 windows."""
+
+    losses: list[float]
+    before: list[float]
+    after_40: list[float]
+    after: list[float]
+
+
+@pytest.fixture(scope="module")
+def learnt() -> Learnt:
     held_out, policy = markov_rollouts(32, seed=999)
     t = learner(DraftVocabulary.full(V))
-    before = acceptance(t, held_out, policy)
-    data = [markov_rollouts(32, seed)[0] for seed in range(16)]
-    losses = [t.step([(data[i % 16], policy)]).loss for i in range(100)]
-    after = acceptance(t, held_out, policy)
-    assert losses[-1] < losses[0] / 5
-    assert all(b < 0.35 for b in before)
-    assert all(a > 0.8 for a in after)
+    losses, accepted = [], [acceptance(t, held_out, policy)]
+    for number in range(100):
+        losses.append(t.step([(markov_rollouts(32, number % 16)[0], policy)]).loss)
+        if number in (39, 99):
+            accepted.append(acceptance(t, held_out, policy))
+    return Learnt(losses, *accepted)
+
+
+def test_a_tiny_drafter_learns_its_target_and_acceptance_rises_on_unseen_rollouts(learnt: Learnt) -> None:
+    assert learnt.losses[-1] < learnt.losses[0] / 5
+    assert all(b < 0.35 for b in learnt.before)
+    assert all(a > 0.8 for a in learnt.after)
 
 
 def test_with_a_reduced_vocabulary_acceptance_approaches_the_covered_mass() -> None:
@@ -425,22 +443,20 @@ def test_with_a_reduced_vocabulary_acceptance_approaches_the_covered_mass() -> N
     counts = torch.bincount(batch.input_ids, minlength=V)
     vocabulary = DraftVocabulary.build(counts, 24)
     t = learner(vocabulary)
-    data = [markov_rollouts(32, seed)[0] for seed in range(16)]
-    for i in range(80):
-        t.step([(data[i % 16], policy)])
+    for number in range(80):
+        t.step([(markov_rollouts(32, number % 16)[0], policy)])
     covered = vocabulary.coverage(counts)
     for a in acceptance(t, batch, policy):
         assert covered - 0.15 < a < covered + 0.03
 
 
-def test_a_drafter_trained_on_tokens_in_random_order_learns_less() -> None:
+def test_a_drafter_trained_on_tokens_in_random_order_learns_less(learnt: Learnt) -> None:
     """In this world the target depends on the last token alone: against the wrong token nothing can be learnt."""
     held_out, policy = markov_rollouts(32, seed=999)
-    right, wrong = learner(DraftVocabulary.full(V)), learner(DraftVocabulary.full(V))
-    for seed in range(40):
-        batch = markov_rollouts(32, seed)[0]
-        right.step([(batch, policy)])
-        shuffled = batch.input_ids[torch.randperm(batch.tokens, generator=torch.Generator().manual_seed(seed))]
+    wrong = learner(DraftVocabulary.full(V))
+    for number in range(40):
+        batch = markov_rollouts(32, number % 16)[0]
+        shuffled = batch.input_ids[torch.randperm(batch.tokens, generator=torch.Generator().manual_seed(number))]
         wrong.step([(replace(batch, input_ids=shuffled), policy)])
-    for bad, good in zip(acceptance(wrong, held_out, policy), acceptance(right, held_out, policy), strict=True):
+    for bad, good in zip(acceptance(wrong, held_out, policy), learnt.after_40, strict=True):
         assert bad < good - 0.1

@@ -223,10 +223,14 @@ def test_wrong_shapes_are_refused_with_the_expected_ones() -> None:
 STEPS = 4
 
 
+@pytest.fixture(scope="module")
+def wanted() -> Expected:
+    return expected(world(SHAPES["packed, awkward"]), STEPS)
+
+
 @pytest.fixture
-def bench() -> tuple[World, Expected]:
-    w = world(SHAPES["packed, awkward"])
-    return w, expected(w, STEPS)
+def bench(wanted: Expected) -> tuple[World, Expected]:
+    return world(SHAPES["packed, awkward"]), wanted
 
 
 def seen(w: World, want: Expected, got: DraftLoss | None = None) -> float:

@@ -34,7 +34,7 @@ def register(bench: Bench, run: str) -> None:
 
 
 def post(bench: Bench, run: str, name: str) -> str:
-    return bench.post_file(bench.world.rollout_file(f"{run}-{name}", run=run))
+    return bench.post_file(bench.world.rollout_file(f"{run}-{name}", run=run, rollouts=4))
 
 
 def is_trained(bench: Bench, run: str, batch: str) -> bool:

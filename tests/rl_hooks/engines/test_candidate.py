@@ -6,7 +6,10 @@ import json
 import struct
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,21 +79,39 @@ def test_a_good_file_comes_out_as_the_engines_dtype_without_its_vocabulary() -> 
     assert torch.equal(weights["fc.weight"], given_tensors["fc.weight"].bfloat16())
 
 
+def longest_hold(read: Callable[[], object]) -> float:
+    """The largest part of the CPU time of `read` that passed between two turns of a thread beside it."""
+    done, seen = threading.Event(), threading.Event()
+
+    def run() -> None:
+        read()
+        done.set()
+        seen.wait()  # its clock is read until then
+
+    reader = threading.Thread(target=run)
+    reader.start()
+    assert reader.ident is not None
+    clock, turns = time.pthread_getcpuclockid(reader.ident), [0.0]
+    while not done.is_set():
+        turns.append(time.clock_gettime(clock))
+        time.sleep(0.0005)
+    turns.append(time.clock_gettime(clock))
+    seen.set()
+    reader.join()
+    return max(after - before for before, after in pairwise(turns)) / turns[-1]
+
+
 def test_reading_a_large_file_lets_other_threads_run() -> None:
-    """An engine steps in another thread while its next drafter is read."""
+    """An engine steps in another thread while its next drafter is read.
+
+    A copy that holds the GIL takes a tenth of it in each attempt; a thread that got no core is not late in each.
+    """
     large = replace(CONFIG, hidden_size=1024, target_hidden_size=1024, intermediate_size=8192)
     shapes = tensor_shapes(large)
     weights = {name: torch.zeros(shape) for name, shape in shapes.items() if name not in ("d2t", "t2d")}
     body = save(weights | {"d2t": VOCABULARY.d2t, "t2d": VOCABULARY.t2d})
-    read = threading.Thread(target=read_candidate, args=(body, large, VOCABULARY.d2t, torch.float32))
-    began = last = time.perf_counter()
-    longest = 0.0
-    read.start()
-    while read.is_alive():
-        time.sleep(0.0005)
-        now = time.perf_counter()
-        longest, last = max(longest, now - last), now
-    assert longest < (last - began) / 8  # 1/40 here, 1/4 where the copy holds the GIL
+    read = partial(read_candidate, body, large, VOCABULARY.d2t, torch.float32)
+    assert any(longest_hold(read) < 1 / 16 for _ in range(30))
 
 
 def test_a_weight_that_overflows_the_engines_dtype_is_refused() -> None:

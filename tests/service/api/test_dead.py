@@ -6,18 +6,18 @@ import asyncio
 import os
 import random
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import redis.asyncio
+from helpers.engine.engine_forks import Fork
+from helpers.forked import running_api
 from helpers.ports import free_port
 from helpers.service.service_fixtures import RunningService
 from helpers.worker.worker_fixtures import Bench
@@ -35,12 +35,6 @@ Serve = Callable[..., RunningService]
 DEAD = "/runs/default/dead"
 #: Takes what died of its log-probabilities.
 LENIENT: dict[str, Any] = {"logprob_gap_nats": 10.0}
-API = """
-import sys
-from service.api.app import run_api
-from service.settings import Settings
-run_api(Settings(state_dir=sys.argv[1], redis_url=sys.argv[2], port=int(sys.argv[3])))
-"""
 
 
 def shifted(tensors: dict[str, Tensor]) -> None:
@@ -518,8 +512,8 @@ def test_an_api_that_is_killed_while_it_puts_batches_back_loses_none_and_queues_
     assert {bench.state(batch_id) for batch_id in bench.posted} == {"dead"}
     answered: list[str] = []
     for _ in range(3):
-        with service_process(bench) as (process, url):
-            killer = threading.Timer(rng.uniform(0.0, 0.15), process.send_signal, [signal.SIGKILL])
+        with service_process(bench, tmp_path / "api.log") as (process, url):
+            killer = threading.Timer(rng.uniform(0.0, 0.15), process.kill)
             killer.start()
             try:
                 for batch_id in bench.posted:
@@ -531,7 +525,7 @@ def test_an_api_that_is_killed_while_it_puts_batches_back_loses_none_and_queues_
         assert len(set(answered)) == len(answered), "one put back is said once"
         assert {bench.state(batch_id) for batch_id in answered} <= {"queued"}
         check_ledger(bench)
-    with service_process(bench) as (_, url):
+    with service_process(bench, tmp_path / "api.log") as (_, url):
         for batch_id in bench.posted:
             assert httpx.post(f"{url}{DEAD}/{batch_id}/retry").status_code in (200, 202)
     assert check_ledger(bench)["items"] == 24
@@ -543,30 +537,21 @@ def test_an_api_that_is_killed_while_it_puts_batches_back_loses_none_and_queues_
     assert bench.totals()["batches"] == 24
 
 
-class service_process:  # noqa: N801 - used as a function
+@contextmanager
+def service_process(bench: Bench, log: Path) -> Iterator[tuple[Fork, str]]:
     """The API as a process of its own."""
-
-    def __init__(self, bench: Bench) -> None:
-
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        argv = [sys.executable, "-c", API, str(bench.settings.state_dir), bench.redis_url, str(port)]
-        self.process = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])})
-
-    def __enter__(self) -> tuple[subprocess.Popen[bytes], str]:
-        deadline = time.monotonic() + 60
+    port = free_port()
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+    with running_api(bench.settings.state_dir, bench.redis_url, port, log) as process:
         while True:
             try:
-                if httpx.get(f"{self.url}/healthz").is_success:
-                    return self.process, self.url
+                if httpx.get(f"{url}/healthz").is_success:
+                    break
             except httpx.TransportError:
                 pass
-            assert time.monotonic() < deadline, "the API did not start"
+            assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.02)
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
+        yield process, url
 
 
 # --- effect once per rollout ------------------------------------------------------------------------------------------

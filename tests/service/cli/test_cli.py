@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 import typing
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -136,6 +138,30 @@ def test_a_setting_that_is_wrong_is_told_before_the_part_is_loaded(
     monkeypatch.setitem(sys.modules, loaded, None)  # to import it raises ImportError
     with pytest.raises(ConfigurationError, match=r"redis_url .* cannot be used"):
         start(state_dir=tmp_path, redis_url="redis://127.0.0.1:1/0?db=x")
+
+
+@pytest.mark.parametrize(
+    ("start", "loaded", "runs"),
+    [(main.serve, "service.api.app", "run_api"), (main.worker, "service.ranks", "run_on_ranks")],
+    ids=lambda value: str(getattr(value, "__name__", value)),
+)
+def test_a_part_looks_for_garbage_when_it_runs_and_not_while_it_is_loaded(
+    start: Callable[..., None], loaded: str, runs: str, tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[bool, bool]] = []
+    frozen = gc.get_freeze_count()
+
+    class Part(types.ModuleType):
+        def __getattr__(self, name: str) -> Callable[[Settings], None]:
+            if name != runs:
+                raise AttributeError(name)
+            loading = gc.isenabled()
+            return lambda _: found.append((loading, gc.isenabled()))
+
+    monkeypatch.setitem(sys.modules, loaded, Part(loaded))
+    start(state_dir=tmp_path, redis_url=redis_url)
+    assert found == [(False, True)]
+    assert gc.get_freeze_count() > frozen
 
 
 def test_up_lets_the_api_end_the_uploads_that_it_waits_for(

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from helpers.forked import run_fork
 from helpers.ports import free_port
 from helpers.trainer.hooks_fixtures import as_float, mapped, receiver, tiny_qwen3
 from transformers import AutoTokenizer, GenerationConfig
@@ -202,9 +202,8 @@ def wait_for(condition: Callable[[], bool], seconds: float = 90.0) -> None:
 
 
 def warm_up(*options: str, url: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "service.cli", "warmup", *options, "--service", url]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=500, check=False)
+    given = "warmup", *options, "--service", url
+    return run_fork("trainer", "service.cli", *given, directory=cwd, environment=os.environ, seconds=500)
 
 
 def test_what_cannot_work_ends_in_one_line(tmp_path: Path) -> None:

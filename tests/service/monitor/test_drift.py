@@ -25,7 +25,7 @@ from benchmarks.alarms import (
     group_monitor,
     harder,
     make_bank,
-    median_delay_rollouts,
+    median_delays_rollouts,
     mix_alarms,
     mixed,
     tick_values,
@@ -107,13 +107,12 @@ def test_a_few_very_hard_prompts_are_no_alarm(hard: float) -> None:
     assert count_alarms(values, config()) <= 3
 
 
-@pytest.mark.parametrize(("drop", "reference_rollouts"), [(0.05, 800), (0.10, 300), (0.20, 300)])
-def test_a_fall_is_found_within_one_and_a_half_times_the_reference_delay(
-    bank: Bank, drop: float, reference_rollouts: float
-) -> None:
+def test_a_fall_is_found_within_one_and_a_half_times_the_reference_delay(bank: Bank) -> None:
     # The reference gives the delay of each lane alone at the full rate; half the rate costs a few ticks.
-    delay = median_delay_rollouts(bank, drop, runs=60, ticks=200, seed=SEED, settings=config())
-    assert delay <= 1.5 * reference_rollouts
+    references = {0.05: 800, 0.10: 300, 0.20: 300}
+    delays = median_delays_rollouts(bank, list(references), runs=60, ticks=200, seed=SEED, settings=config())
+    for (drop, reference), delay in zip(references.items(), delays, strict=True):
+        assert delay <= 1.5 * reference, drop
 
 
 def test_wander_widens_the_limits_instead_of_alarming(bank: Bank) -> None:

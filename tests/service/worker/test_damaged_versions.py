@@ -48,6 +48,7 @@ def worker(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     monkeypatch.setattr(service.worker.process.worker, "_LOOK_FOR_RUNS_SECONDS", 0.0)
     for module in (service.worker.process.worker, service.worker.process.runs):
         monkeypatch.setattr(module, "REFUSED_SECONDS", 0.0)
+    bench.world.rollouts = 4
     bench.begin()
     made = Worker(bench.settings, Redis.from_url(bench.redis_url))
     made._turn()

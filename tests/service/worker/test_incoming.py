@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import subprocess
@@ -60,7 +59,7 @@ def put(bench: Bench, store: Store, name: str, *, body: bytes | None = None, **o
     header = wire.check_rollout_header(wire.parse_header(file))
     blob = new_name(header.batch_id, hashlib.sha256(file).hexdigest(), time.time_ns())
     store.client().put_object(Bucket=BUCKET, Key=key(blob), Body=file if body is None else body)
-    assert asyncio.run(bench._enqueue(header.run, bench._spooled(header, blob, len(file)))) == "accepted"
+    assert bench.enqueue(header.run, bench._spooled(header, blob, len(file))) == "accepted"
     bench.posted.append(header.batch_id)
     return header.batch_id, blob
 

@@ -48,6 +48,11 @@ TRAINER = Path(__file__).with_name("session_trainer.py")
 FIRST, SECOND, THIRD = "1" * 32, "2" * 32, "3" * 32
 
 
+@pytest.fixture(autouse=True)
+def _small(bench: Bench) -> None:
+    bench.world.rollouts = 4
+
+
 @pytest.fixture(name="service")
 def _service(serve: Callable[..., RunningService]) -> RunningService:
     return serve()
@@ -735,7 +740,7 @@ def test_a_session_that_is_none_is_refused_by_api_and_worker(
         upload.write(bad)
         blob = bench.spool.new_blob(header.batch_id, upload.digest)
         upload.keep(bench.layout.blob("default", blob))
-    asyncio.run(bench._enqueue("default", bench._spooled(header, blob, len(bad))))
+    bench.enqueue("default", bench._spooled(header, blob, len(bad)))
     worker = bench.worker()
     bench.drain(worker)
     assert bench.state(header.batch_id) == "dead"

@@ -103,8 +103,10 @@ def sleep_before_step(
 class Handover:
     """One worker that sleeps, and the successor that takes over meanwhile."""
 
-    def __init__(self, bench: Bench, name: str) -> None:
+    def __init__(self, bench: Bench, name: str, rollouts: int = 8) -> None:
+        """`rollouts`: of the batch that comes meanwhile."""
         self.bench = bench
+        self.rollouts = rollouts
         self.successor: RunWorker | None = None
         self.refused = False
         self._name = name
@@ -119,7 +121,7 @@ class Handover:
     def take_over(self, **changes: Any) -> None:
         """Another batch comes, and all is done by another worker; it stops where the registry is the sleeper's."""
         self._leased = False
-        self.bench.post(f"{self._name}/successor")
+        self.bench.post(f"{self._name}/successor", rollouts=self.rollouts)
         self.successor = self.bench.worker(**changes)
         try:
             self.bench.drain(self.successor)
@@ -171,14 +173,14 @@ def test_asleep_anywhere_in_a_checkpoint(bench: Bench) -> None:
     bench.post("first")
     bench.drain(bench.worker())
     for number in itertools.count(1):
-        bench.post(f"{number}/asleep")
-        handover = Handover(bench, str(number))
+        bench.post(f"{number}/asleep", rollouts=2)
+        handover = Handover(bench, str(number), rollouts=2)
         sleeper = bench.worker(checkpoint_seconds=600.0)
         bench.drain(sleeper)
         with pytest.MonkeyPatch.context() as patch, handover.waking_up():
             done = sleep_before_step(patch, STEPS_OF_A_SAVE, number, handover.take_over)
             sleeper.save()
-        bench.post(f"{number}/after")
+        bench.post(f"{number}/after", rollouts=2)
         bench.drain(handover.successor or sleeper)  # raises where its checkpoint is no longer the newest
         bench.drain(bench.worker())
         assert all(bench.state(b) == "trained" for b in bench.posted), f"asleep before step {number}: {done}"

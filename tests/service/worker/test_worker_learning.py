@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
@@ -66,6 +65,7 @@ def test_a_batch_is_scored_before_it_is_trained_on(bench: Bench, tmp_path: Path)
 def test_what_redis_keeps_of_a_batchs_scores_is_what_the_plan_counts(rollouts: int, bench: Bench) -> None:
     """Of batches whose rollouts each have a prompt of their own, while versions are published."""
     asked = {"gate_min_gain": 0.0, "gate_confidence": 0.51, "learning_rate": 1e-2, "train_passes": 4.0}
+    asked |= {"train_step_tokens": 256}  # few windows
     bench.settings = bench.settings.model_copy(update=asked)
     bench.begin()
     worker = bench.worker()
@@ -220,7 +220,7 @@ def test_a_batch_that_another_version_queued_is_dead_and_those_behind_it_live(be
     body = bench.world.rollout_file("of another version")
     header = wire.check_rollout_header(wire.parse_header(body))
     named = bench._spooled(header, f"{header.batch_id}.{'0' * 32}.safetensors", len(body))
-    assert asyncio.run(bench._enqueue("default", named)) == "accepted"
+    assert bench.enqueue("default", named) == "accepted"
     good = bench.post("good")
     bench.drain(bench.worker())
     assert (bench.state(header.batch_id), bench.code(header.batch_id)) == ("dead", "blob_missing")

@@ -649,7 +649,7 @@ def test_a_version_that_few_prompts_have_told_of_is_compared_with_the_one_before
     bench.begin()
     published(bench, bench.world.drafter(seed=50))  # the first version is replayed on all batches
     second = published(bench, bench.world.drafter(seed=51)).version
-    settings = OPEN | {"gate_min_gain": 1e6}
+    settings = OPEN | {"gate_min_gain": 1e6, "train_step_tokens": 4096}
     worker, numbers = bench.worker(**settings), iter(range(1000))
 
     def is_replayed(version: str, by: RunWorker) -> bool:
@@ -671,7 +671,8 @@ def test_a_version_that_few_prompts_have_told_of_is_compared_with_the_one_before
 
 def test_a_person_acknowledges_or_resets_the_alarm_once_and_a_restart_does_not_repeat_it(bench: Bench) -> None:
     bench.begin()
-    worker = bench.worker(**OPEN)
+    settings = OPEN | {"train_step_tokens": 4096}  # what is learnt does not matter
+    worker = bench.worker(**settings)
     for n in range(24):
         bench.post(f"calm{n}", rollouts=64)
     bench.drain(worker)
@@ -695,7 +696,7 @@ def test_a_person_acknowledges_or_resets_the_alarm_once_and_a_restart_does_not_r
     assert {lane.statistic for lane in bench.store.worker().drift.values()} == {0.0}
     assert monitor.state.ticks == 24, "the baseline stays"
 
-    again = bench.worker(**OPEN)
+    again = bench.worker(**settings)
     again.learner.journal.drift.monitor.state.statistics["fast"] = 3.0
     again.cycle()
     assert again.learner.journal.drift.monitor.state.statistics["fast"] == 3.0, "it was carried out before the restart"

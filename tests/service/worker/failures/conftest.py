@@ -23,6 +23,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def worker(bench: Bench) -> Worker:
     """A worker of its own connection; `bench` has the run `default` with a drafter, and another before it."""
+    bench.world.rollouts = 4
     bench.begin()
     bench.register(bench.world.run_file(drafter=bench.world.drafter()), run=FIRST)
     return Worker(bench.settings, Redis.from_url(bench.redis_url))

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.service.valkey_fixtures import OwnValkey
 from helpers.worker.death_fixtures import Stopped, die_in
 from helpers.worker.worker_fixtures import Bench, final_state, states
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 import rl_hooks.durable
+from service.storage.queue import lease
 from service.storage.queue.deliveries import RolloutQueue as WorkersQueue
 from service.storage.registry import Registry
 from service.storage.reports.store import Store as WorkersStore
@@ -36,28 +38,34 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "after"), MOMENTS, ids=lambda x: getattr(x, "__name__", str(x)))
-def test_a_death_at_any_step_leaves_the_state_of_an_undisturbed_run(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: bool
-) -> None:
-    """Weights, optimizer and counters bit for bit; one score per batch; nothing left in queue or spool."""
+def five(bench: Bench) -> None:
     bench.begin()
     for batch in "abcde":
         bench.post(batch)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, valkey: OwnValkey) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch, Bench(tmp_path_factory.mktemp("calm"), valkey.url) as calm:
+        patch.setattr(lease, "LEASE_SECONDS", 600.0)
+        calm.redis.flushall()
+        five(calm)
+        calm.drain(calm.worker())
+        return final_state(calm)
+
+
+@pytest.mark.parametrize(("owner", "name", "after"), MOMENTS, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_a_death_at_any_step_leaves_the_state_of_an_undisturbed_run(
+    undisturbed: dict[str, Any], bench: Bench, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: bool
+) -> None:
+    """Weights, optimizer and counters bit for bit; one score per batch; nothing left in queue or spool."""
+    five(bench)
     with monkeypatch.context() as patch:
         die_in(patch, owner, name, after=after, calls=3)
         with pytest.raises(Stopped):
             bench.drain(bench.worker())
     bench.drain(bench.worker())
-    found = final_state(bench)
-
-    bench.redis.flushall()
-    with Bench(tmp_path / "calm", bench.redis_url) as calm:
-        calm.begin()
-        for batch in "abcde":
-            calm.post(batch)
-        calm.drain(calm.worker())
-        assert found == final_state(calm)
+    assert final_state(bench) == undisturbed
 
 
 def test_a_stop_right_after_a_death_between_checkpoint_and_ack_trains_nothing_twice(

@@ -63,7 +63,7 @@ def test_an_honest_run_is_trained_beside_fat_idle_ones_in_a_process_whose_memory
         pid = workers.start(bench, address_space=900 << 20, settings={"draft_vocab_size": 32})
 
         def trained(run: str, batch: str) -> None:
-            bench.wait(lambda: is_trained(bench, run, batch) or not alive(pid), 60.0)
+            bench.wait(lambda: is_trained(bench, run, batch) or not alive(pid), 400.0)
             assert alive(pid), "the process died"
             assert is_trained(bench, run, batch)
 

@@ -46,7 +46,7 @@ def test_what_a_run_has_in_hand_for_its_vocabulary_comes_again_once_more_comes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is idle too: it waits for others' batches to come, and may hold a million tokens until then."""
-    few = bench.settings.model_copy(update={"vocab_min_tokens": 200, "draft_vocab_size": 32})
+    few = bench.settings.model_copy(update={"vocab_min_tokens": 80, "draft_vocab_size": 32})
     worker = Worker(few, Redis.from_url(bench.redis_url))
     bench.register(run="a")  # without a drafter
     first = post(bench, "a", "few")
