@@ -112,7 +112,7 @@ def share_counters() -> None:
     from prometheus_client import values
 
     if values.ValueClass is values.MutexValue:  # plugins may be loaded twice
-        values.ValueClass = values.get_value_class()
+        values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
 
 
 def take_gumbel_precision() -> None:
