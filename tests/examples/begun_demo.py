@@ -21,6 +21,6 @@ if __name__ == "__main__":
     def begin(_config: Any, _policy: Any, _tokenizer: Any, _engine: Any, out: Path) -> None:
         shutil.copytree(drafter, out)
 
-    demo._make_initial_drafter = begin
-    vllm_engine.subprocess = forking_demo(**SPAWNS)  # type: ignore[assignment]
+    demo._make_initial_drafter = begin  # type: ignore[assignment]
+    vllm_engine.subprocess = forking_demo(**SPAWNS)  # type: ignore[attr-defined, assignment]
     main()
