@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers.forked import ROOT, run_fork
 from helpers.ports import free_port
 from helpers.service.service_fixtures import RunningService
 from helpers.trainer.async_grpo_fixtures import Sampler, on_a_cpu
@@ -25,7 +26,12 @@ from drafter.batch import load_batch
 from examples.attach import trl_async_grpo
 from examples.demo import child
 
-ROOT = Path(__file__).parents[2]
+
+def run_example(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run one of the examples to its end."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    module = f"examples.attach.{script}"
+    return run_fork("trainer", module, *arguments, directory=ROOT, environment=environment, seconds=800)
 
 
 @pytest.mark.slow
@@ -37,9 +43,7 @@ def test_the_loop_of_ones_own_ends_with_the_drafter_that_its_text_promises(tmp_p
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60.0) as client,
         child("up", up, {"DRAFTALIGN_VOCAB_MIN_TOKENS": "500"}),
     ):
-        command = [sys.executable, "-m", "examples.attach.own_loop", "--url", str(client.base_url)]
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        done = run_example("own_loop", "--url", str(client.base_url))
         assert done.returncode == 0, done.stderr[-2000:]
         stats = ast.literal_eval(done.stdout.strip().splitlines()[-1])
         assert (stats["dead"], "drafter_version" in stats["run_stands"]) == (0, True), stats
@@ -51,9 +55,7 @@ def test_the_loop_of_ones_own_ends_with_the_drafter_that_its_text_promises(tmp_p
 def test_a_script_registers_its_run_and_what_it_captured_arrives(
     service: RunningService, script: str, run: str
 ) -> None:
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", f"examples.attach.{script}", "--url", service.url, "--steps", "2"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = run_example(script, "--url", service.url, "--steps", "2")
     assert done.returncode == 0, done.stderr[-2000:]
     stats = ast.literal_eval(done.stdout.strip().splitlines()[-1])
     assert (stats["failures"], stats["captured_rollouts"]) == (0, 32), stats

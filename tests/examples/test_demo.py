@@ -9,13 +9,13 @@ import random
 import re
 import signal
 import subprocess
-import sys
-import time
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.engine.engine_fixtures import demo_drafter, write
+from helpers.forked import ROOT, forks, run_fork
 from helpers.ports import free_port
 
 from examples import elicit
@@ -61,6 +61,11 @@ def left_over(out: Path) -> list[str]:
     return lines
 
 
+def run_to_its_end(*argv: str) -> subprocess.CompletedProcess[str]:
+    """A demo, which is a fork of what has imported TRL."""
+    return run_fork("trainer", *argv, directory=ROOT, environment=os.environ, seconds=850)
+
+
 def mean(rows: list[dict[str, Any]], name: str) -> float:
     return float(sum(row[name] for row in rows) / len(rows))
 
@@ -68,19 +73,17 @@ def mean(rows: list[dict[str, Any]], name: str) -> float:
 @pytest.mark.demo
 def test_the_drafter_stays_in_step_and_a_killed_worker_is_not_noticed(tmp_path: Path) -> None:
     out, log = tmp_path / "out", tmp_path / "log"
-    argv = ["-m", "service.cli", "demo", "--steps", str(STEPS), "--seed", "3", "--out", str(out)]
-    with log.open("wb") as sink:
-        demo = subprocess.Popen(
-            [sys.executable, *argv, "--port", str(free_port())], stdout=sink, stderr=subprocess.STDOUT
-        )
-        killed = False
-        while demo.poll() is None:
-            time.sleep(0.2)
-            if not killed and b"step  20 " in log.read_bytes():
-                worker = child_of(out, "worker")
-                assert worker is not None
-                os.kill(worker, signal.SIGKILL)
-                killed = True
+    first = write(demo_drafter(), tmp_path / "first")
+    argv = [str(first), "demo", "--steps", str(STEPS), "--seed", "3", "--out", str(out), "--port", str(free_port())]
+    script = str(Path(__file__).with_name("begun_demo.py"))
+    demo = forks("trainer").fork(script, argv, os.environ | {"PYTHONPATH": str(ROOT)}, log)
+    killed = False
+    while demo.poll(0.2) is None:
+        if not killed and b"step  20 " in log.read_bytes():
+            worker = child_of(out, "worker")
+            assert worker is not None
+            os.kill(worker, signal.SIGKILL)
+            killed = True
     text = log.read_text(errors="replace")
     assert demo.returncode == 0, text[-4000:]
     assert killed
@@ -127,8 +130,8 @@ def test_the_drafter_stays_in_step_and_a_killed_worker_is_not_noticed(tmp_path: 
 def test_a_hook_that_sends_garbage_fails_the_demo(tmp_path: Path) -> None:
     """Each rollout has another one's features; zeros, which are further from the truth, are in `test_recall`."""
     arguments = ["demo", "--task", "recall", "--steps", "16", "--seed", "1", "--out", str(tmp_path / "out")]
-    script = [sys.executable, str(Path(__file__).with_name("broken_hook.py")), "shuffled", "100"]
-    found = subprocess.run([*script, *arguments, "--port", str(free_port())], capture_output=True, text=True)
+    script = [str(Path(__file__).with_name("broken_hook.py")), "shuffled", "100"]
+    found = run_to_its_end(*script, *arguments, "--port", str(free_port()))
     assert found.returncode != 0, found.stdout[-4000:]
     assert "the hook's features are not the engine's" in found.stderr, found.stderr[-4000:]
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
@@ -139,7 +142,7 @@ def test_a_hook_that_sends_garbage_fails_the_demo(tmp_path: Path) -> None:
 def test_a_run_from_scratch_says_how_far_its_first_drafter_is_and_then_drafts_with_it(tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["demo", "--start", "scratch", "--steps", "30", "--out", str(out), "--port", str(free_port())]
-    found = subprocess.run([sys.executable, "-m", "service.cli", *arguments], capture_output=True, text=True)
+    found = run_to_its_end("service.cli", *arguments)
     assert found.returncode == 0, found.stderr[-4000:]
     rows = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(30))
@@ -172,8 +175,8 @@ def test_a_general_drafter_learns_from_answers_to_other_prompts_of_the_same_leng
     [(["--start", "warm"], "in-domain, general, scratch"), (["--start", "scratch", "--engine", "vllm"], "--start in")],
 )
 def test_a_start_that_cannot_be_is_said_in_one_line(arguments: list[str], expected: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "service.cli", "demo", *arguments, "--out", str(tmp_path / "out")]
-    found = subprocess.run(command, capture_output=True, text=True)
+    command = ["service.cli", "demo", *arguments, "--out", str(tmp_path / "out")]
+    found = run_to_its_end(*command)
     assert found.returncode != 0
     assert expected in found.stderr
     assert "Traceback" not in found.stderr
@@ -310,9 +313,9 @@ def test_a_policy_version_that_only_the_engine_counted_is_not_taken_for_scored()
 
 
 def test_a_redis_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
-    argv = ["-m", "service.cli", "demo", "--out", str(tmp_path / "out"), "--port", str(free_port())]
+    argv = ["service.cli", "demo", "--out", str(tmp_path / "out"), "--port", str(free_port())]
     url = f"redis://127.0.0.1:{free_port()}"
-    found = subprocess.run([sys.executable, *argv, "--redis-url", url], capture_output=True, text=True, timeout=60)
+    found = run_to_its_end(*argv, "--redis-url", url)
     assert found.returncode != 0
     assert f"no Redis answers at {url}" in found.stderr
     assert "Traceback" not in found.stderr
@@ -325,12 +328,8 @@ def test_a_taken_port_is_said_in_one_line(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        found = subprocess.run(
-            [sys.executable, "-m", "service.cli", "demo", "--out", str(tmp_path / "out"), "--port", str(port)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        argv = ["service.cli", "demo", "--out", str(tmp_path / "out"), "--port", str(port)]
+        found = run_to_its_end(*argv)
     assert found.returncode != 0
     assert f"port {port} on 127.0.0.1 is taken" in found.stderr
     assert "Traceback" not in found.stderr

@@ -78,7 +78,7 @@ def test_two_cores_follow_the_service_with_variables_alone_and_each_reports_its_
         DRAFTALIGN_URL=service.url,
         DRAFTALIGN_SAMPLE_FRACTION="1.0",
         DRAFTALIGN_TOKENS_PER_MINUTE="10000000",
-        # As vLLM sets it for API processes that it spawns. Ours are forked from one that has read it already.
+        # As vLLM sets it for API processes that it spawns. Ours are forked from one that has looked for it already.
         PROMETHEUS_MULTIPROC_DIR=str(metrics),
         **FORKED,
     )

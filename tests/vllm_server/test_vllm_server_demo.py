@@ -7,13 +7,14 @@ test_vllm_server_agent.py. What this shows is that the whole loop runs and count
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.engine.engine_fixtures import demo_drafter, write
+from helpers.forked import ROOT, run_fork
 from helpers.ports import free_port
 
 from examples.demo_report import StepRow
@@ -23,16 +24,11 @@ STEPS = 12
 
 def test_the_demo_runs_on_a_real_vllm_and_its_alphas_agree(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    argv = ["demo", "--engine", "vllm", "--steps", str(STEPS), "--out", str(out), "--port", str(free_port())]
-    done = subprocess.run(
-        [sys.executable, "-m", "service.cli", *argv],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=450,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    script = str(Path(__file__).parents[1] / "examples/begun_demo.py")
+    argv = [script, str(write(demo_drafter(), tmp_path / "first")), "demo", "--engine", "vllm"]
+    argv += ["--steps", str(STEPS), "--out", str(out), "--port", str(free_port())]
+    done = run_fork("trainer", *argv, directory=ROOT, environment=os.environ, seconds=450)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     rows = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(STEPS))
 

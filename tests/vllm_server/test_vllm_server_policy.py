@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from helpers.drafter.decode_fixtures import policy_of
 from helpers.engine.engine_fixtures import base_policy, elicit_prompts, trained_drafter, write
 from helpers.ports import free_port
-from vllm_server.vllm_process import FORKED
+from vllm_server.vllm_process import FORKED, forking_demo
 
 from drafter.replay.replay import replay
 from examples import elicit, vllm_engine
@@ -28,16 +27,9 @@ DEPTH = 4
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmClient]:
     state_dir, port = tmp_path_factory.mktemp("demo") / "state", free_port()
     drafter = write(trained_drafter(), state_dir / "initial-drafter")
-    variables = vllm_engine._environment
-
-    def forking(*places: Path) -> dict[str, str]:
-        """Its processes are forks of the first; in the demo's own test vLLM spawns them, as a user's does."""
-        given = variables(*places)
-        path = f"{Path(__file__).parent / 'plugin'}{os.pathsep}{given['PYTHONPATH']}"
-        return given | FORKED | {"PYTHONPATH": path}
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_engine, "_environment", forking)
+        # In the demo's own test vLLM spawns what this server starts, as a user's does.
+        patch.setattr(vllm_engine, "subprocess", forking_demo(**FORKED))
         with vllm_server(state_dir, drafter, port, depth=DEPTH, seed=0) as process:
             served = VllmClient(f"http://127.0.0.1:{port}", state_dir)
             served.wait(process)

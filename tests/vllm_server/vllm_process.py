@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -30,11 +31,13 @@ _START_SECONDS = 420.0
 #: vLLM's V2 model runner on a CPU, its Triton kernels in the interpreter (`plugin/sitecustomize.py`).
 V2_RUNNER: dict[str, Any] = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 
-#: Its processes are forked, the server's own too (`engine_forks.py`): a third of the time of a start. vLLM spawns those
+#: Its processes are forked, the server's own too (`engine_forks.py`): a tenth of the time of a start. vLLM spawns those
 #: of the demo, and those of the LLM that a script attaches.
 FORKED: dict[str, Any] = {"DRAFTALIGN_TESTS_FORK": "1"}
-#: What has one of these is a process that imports vLLM itself: libraries read them when they are imported.
-_READ_AT_IMPORT = ("TORCHDYNAMO_DISABLE", "PROMETHEUS_MULTIPROC_DIR")
+#: A fork whose own processes vLLM spawns.
+SPAWNS: dict[str, Any] = dict.fromkeys(FORKED, "0")
+#: An engine with it is a process that imports vLLM itself: torch reads it when vLLM is imported.
+_READ_AT_IMPORT = "TORCHDYNAMO_DISABLE"
 _SERVER = "vllm.entrypoints.cli.main"
 
 #: Asynchronous scheduling, vLLM's default on GPUs, which it turns off on a CPU (`plugin/vllm_test_plugin.py`); and what
@@ -85,8 +88,22 @@ def _forks(*, v2: bool) -> Forks:
 
 def forks_for(environment: Mapping[str, str]) -> Forks:
     """What forks a program with these variables."""
-    assert environment.keys().isdisjoint(_READ_AT_IMPORT), "it has to be a process that imports vLLM itself"
+    forked = environment.items() >= FORKED.items()
+    assert not (forked and _READ_AT_IMPORT in environment), "its engine has to import vLLM itself"
     return _forks(v2="TRITON_INTERPRET" in environment)
+
+
+def forking_demo(**environment: str) -> SimpleNamespace:
+    """What `examples.vllm_engine` may take for `subprocess`: its server is a fork, too."""
+
+    def fork(command: list[str], *, env: Mapping[str, str], stdout: Any, **_: Any) -> Fork:
+        tied, program, *arguments = command[2:]
+        assert tied == "service.cli.child", "it ends with who asked for it, who stops it"
+        path = os.pathsep.join([str(Path(__file__).parent / "plugin"), env["PYTHONPATH"]])
+        variables = {**env, **environment, "PYTHONPATH": path}
+        return forks_for(environment).fork(program, arguments, variables, Path(stdout.name))
+
+    return SimpleNamespace(**vars(subprocess) | {"Popen": fork})
 
 
 class VllmServer:
@@ -117,7 +134,7 @@ class VllmServer:
         variables |= environment
         arguments = [*self._arguments(policy, drafter, speculative, eager=eager), *options]
         self.process: subprocess.Popen[bytes] | Fork
-        if environment.keys() >= FORKED.keys() and environment.keys().isdisjoint(_READ_AT_IMPORT):
+        if environment.keys() >= FORKED.keys() and _READ_AT_IMPORT not in environment:
             self.process = forks_for(environment).fork(_SERVER, arguments, variables, self.log)
             return
         with self.log.open("wb") as log:

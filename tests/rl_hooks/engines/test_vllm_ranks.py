@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.engine.tap_fixtures import HEAD, Script, scheduled, step
+from helpers.forked import ROOT, run_fork
 from torch import Tensor
 
 from rl_hooks.engines.policy_watch import PolicyWatch
@@ -27,7 +26,6 @@ from rl_hooks.engines.vllm.tap import VllmTap, _SplitScores
 from rl_hooks.sending.features import joined_scores, score_rows
 from rl_hooks.wire import LogitMap
 
-TESTS = Path(__file__).parents[2]
 ROWS, HIDDEN, VOCABULARY, PADDED = 40, 16, 105, 192
 
 
@@ -62,9 +60,8 @@ def test_slices_give_the_scores_of_the_whole_head(size: int, logit_map: LogitMap
 @pytest.mark.parametrize("cases", ["scores disagree steps", "silent", "dies"])
 def test_two_ranks_join_their_scores_and_neither_waits_in_its_engine(cases: str) -> None:
     """Processes: a rank that dies, is silent, is a step ahead, or counts other rows or another policy version."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (TESTS.parent, TESTS)))}
-    command = [sys.executable, str(Path(__file__).parent / "joining_ranks.py"), *cases.split()]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    script = str(Path(__file__).with_name("joining_ranks.py"))
+    done = run_fork("trainer", script, *cases.split(), directory=ROOT, environment=os.environ, seconds=200)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.forked import run_fork
 from helpers.trainer.hooks_fixtures import HIDDEN, padded_batch, tiny_qwen3
 from torch import nn
 
@@ -296,7 +298,9 @@ def test_a_model_with_hooks_is_pickled_and_loads_where_rl_hooks_is_not(tmp_path:
         "torch.testing.assert_close(found, expected)\n"
         "assert not [name for name in sys.modules if name.startswith('rl_hooks.')]\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    (tmp_path / "loads.py").write_text(code)
+    done = run_fork("trainer", str(tmp_path / "loads.py"), directory=tmp_path, environment=os.environ, seconds=120)
+    assert done.returncode == 0, done.stderr
     hook.close(0.0)
 
 

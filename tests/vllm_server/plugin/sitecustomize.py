@@ -32,6 +32,7 @@ if os.environ.get("DRAFTALIGN_TESTS_FORK") == "1":
     _context_of: Any = multiprocessing.get_context
 
     def _get_context(method: str | None = None) -> Any:
-        return _context_of("fork" if method == "spawn" else method)
+        forks = os.environ.get("DRAFTALIGN_TESTS_FORK") == "1"  # a fork's own environment may say no
+        return _context_of("fork" if forks and method == "spawn" else method)
 
     multiprocessing.get_context = _get_context

@@ -53,6 +53,7 @@ def register() -> None:
     take_gumbel_precision()
     sleep_between_polls()
     register_files()
+    share_counters()
     if os.environ.get("DRAFTALIGN_TESTS_ASYNC"):
         schedule_ahead()
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -101,6 +102,17 @@ def interpret_log1p() -> None:
         return tl.core.tensor(TensorHandle(np.log1p(x.handle.data), x.handle.dtype), x.type)
 
     libdevice.log1p = log1p
+
+
+def share_counters() -> None:
+    """Let prometheus_client look at PROMETHEUS_MULTIPROC_DIR again: in a fork it was imported without.
+
+    Else API processes that are forked would serve an empty `/metrics`.
+    """
+    from prometheus_client import values
+
+    if values.ValueClass is values.MutexValue:  # plugins may be loaded twice
+        values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
 
 
 def take_gumbel_precision() -> None:
