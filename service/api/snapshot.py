@@ -7,8 +7,8 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 from typing import Any, Final, TypeVar
@@ -365,25 +365,27 @@ async def watch_headlines(context: ServiceContext) -> None:
     """Log each run's headline when it becomes another: a worker that is gone cannot say so itself."""
     said: dict[str, str] = {}
     failed: set[tuple[str, type[Exception]]] = set()
+
+    @contextmanager
+    def going_on(what: str) -> Iterator[None]:
+        try:
+            yield
+        except (RedisError, OSError, ServiceError, ValueError) as error:  # ValueError: a file that is no JSON
+            log.debug("%s cannot be read, so no headline is known: %s", what, error)
+        except Exception as error:  # the other runs' headlines still count, and the next try may succeed
+            if (what, type(error)) not in failed:
+                failed.add((what, type(error)))
+                log.exception("%s: no headline can be made; this is said once", what)
+
     while True:
         await asyncio.sleep(_WATCH_SECONDS)
-        try:
+        with going_on("the list of runs"):
             runs = await asyncio.to_thread(context.layout.run_names)
             memory = await memory_of(context.redis.client)
-        except (OSError, RedisError) as error:
-            log.debug("the runs cannot be read: %s", error)
-            continue
-        for run in runs:
-            try:
-                found = await read_headline(context, run, memory)
-            except (RedisError, OSError, ServiceError, ValueError) as error:  # ValueError: a file that is no JSON
-                log.debug("run %s: its headline is not known: %s", run, error)
-                continue
-            except Exception as error:  # the other runs' headlines still count, and the next try may succeed
-                if (run, type(error)) not in failed:
-                    failed.add((run, type(error)))
-                    log.exception("run %s: its headline cannot be made; this is said once", run)
-                continue
-            if said.get(run) != found.state:
-                said[run] = found.state
-                log.log(logging.WARNING if found.level in ("bad", "warn") else logging.INFO, "%s: %s", run, found.text)
+            for run in runs:
+                with going_on(f"run {run}"):
+                    found = await read_headline(context, run, memory)
+                    if said.get(run) != found.state:
+                        said[run] = found.state
+                        level = logging.WARNING if found.level in ("bad", "warn") else logging.INFO
+                        log.log(level, "%s: %s", run, found.text)

@@ -193,6 +193,28 @@ def test_a_run_whose_headline_fails_is_told_of_once_and_hides_no_other(
     assert told == [KeyError, TypeError]
 
 
+def test_headlines_go_on_when_redis_answers_oddly(
+    serve: Callable[..., RunningService],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    bench: Bench,
+) -> None:
+    real, asked = service.api.snapshot.memory_of, Counter[str]()
+
+    async def odd(client: Redis) -> Memory | None:
+        asked["memory"] += 1
+        if asked["memory"] < 3:
+            raise KeyError("nobody foresaw it")
+        return await real(client)
+
+    monkeypatch.setattr(service.api.snapshot, "_WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(service.api.snapshot, "memory_of", odd)
+    caplog.set_level(logging.INFO, logger="draftalign.api")
+    assert serve().register("sound").status_code == 201
+    bench.wait(lambda: "sound: Waiting for the first rollouts." in caplog.text)
+    assert [r.exc_info[0] for r in caplog.records if r.exc_info] == [KeyError], "said once"
+
+
 def test_what_a_headline_reads_does_not_grow_with_the_run(
     service: RunningService, redis_client: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
