@@ -117,6 +117,11 @@ class Layout:
         """The registration's record."""
         return self.run(run) / "run.json"
 
+    def stamps(self, run: str) -> tuple[tuple[int, int, int] | None, ...]:
+        """What differs once something small of a run was written: its record, state, served version or history."""
+        revalidate(self.run(run))
+        return tuple(map(_stamp, (self.run_json(run), self.run_state(run), self.latest(run), self.history(run))))
+
     def run_state(self, run: str) -> Path:
         """What a person wants of the run; absent where nobody has said anything."""
         return self.run(run) / "state.json"
@@ -267,6 +272,13 @@ def _stat(path: Path) -> os.stat_result | None:
     revalidate(path.parent)
     with contextlib.suppress(OSError):
         return path.stat()
+    return None
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    with contextlib.suppress(OSError):
+        found = path.stat()
+        return found.st_ino, found.st_mtime_ns, found.st_size
     return None
 
 
