@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any, Final, TypeVar
 
@@ -77,9 +78,14 @@ class RunView:
     delta: Delta | None = None
 
 
-async def read_now(context: ServiceContext, run: str, memory: Memory | None) -> RunSnapshot:
-    """Read what is true of a run now. Only what has changed since the last call is read. `memory`: of Redis."""
-    return await _read(context, run, memory, await context.summary(run))
+async def read_now(context: ServiceContext, run: str, summary: Summary) -> RunSnapshot:
+    """Read what is true of a run now; only what has changed since the last call. `summary`: of it, just now."""
+    bounded = await _read_bounded(context, run, None, summary)
+    told = await context.quiet(run).read(bounded, summary.changes)
+    if told is not None:
+        return replace(bounded, acceptances=told.acceptances, engine=told.engine)
+    async with _followed(context, run, bounded, summary.changes) as (snapshot, _):
+        return snapshot
 
 
 async def read_parts(context: ServiceContext, runs: Sequence[str]) -> tuple[dict[str, Part], dict[str, Exception]]:
@@ -88,34 +94,25 @@ async def read_parts(context: ServiceContext, runs: Sequence[str]) -> tuple[dict
     for begin in range(0, len(runs), _AT_ONCE):
         some = runs[begin : begin + _AT_ONCE]
         answers = await answers_of(context.redis.client, some)
-        found, broken = await each_run(some, lambda run, answers=answers: _read_part(context, run, answers.get(run)))
+        found, broken = await each_run(some, partial(_read_part, context, answers))
         parts |= found
         damaged |= broken
     return parts, damaged
 
 
-async def _read_part(context: ServiceContext, run: str, answer: Answer | None) -> Part:
-    """`answer`: of Redis, just now; None: it had none, and says why when it is asked for this run alone."""
-    stamps, kept = context.layout.stamps(run), context.part(run)
+async def _read_part(context: ServiceContext, answers: Mapping[str, Answer], run: str) -> Part:
+    """`answers`: of Redis, just now. Where it had none for a run it says why when it is asked for this run alone."""
+    answer, stamps, kept = answers.get(run), context.layout.stamps(run), context.part(run)
     same = kept is not None and (kept.answer, kept.stamps) == (answer, stamps)
     if kept is not None and same and kept.limit_bytes == _queue_limit_bytes(context, run, kept.counters):
         return kept.part
     context.keep_part(run, None)
-    snapshot = await _read(context, run, None, await context.summary(run) if answer is None else summary_in(answer))
+    snapshot = await read_now(context, run, await context.summary(run) if answer is None else summary_in(answer))
     part = await asyncio.to_thread(part_of, run, snapshot)
     if answer is not None and snapshot.queue_limit_bytes is not None and stands(snapshot):
         limit_bytes, counters = snapshot.queue_limit_bytes, snapshot.counters
         context.keep_part(run, KeptPart(answer, stamps, limit_bytes, counters, part))
     return part
-
-
-async def _read(context: ServiceContext, run: str, memory: Memory | None, summary: Summary) -> RunSnapshot:
-    bounded = await _read_bounded(context, run, memory, summary)
-    told = await context.quiet(run).read(bounded, summary.changes)
-    if told is not None:
-        return replace(bounded, acceptances=told.acceptances, engine=told.engine)
-    async with _followed(context, run, bounded, summary.changes) as (snapshot, _):
-        return snapshot
 
 
 async def read_followed(context: ServiceContext, run: str, since: str | None = None) -> RunView:

@@ -51,8 +51,8 @@ class Contest:
     verdict: Verdict
     look: Look  # the last one
     trained_to: int | None = None  # newest policy version that the candidate was trained on; None: not known
-    judged_to: str | None = None  # newest queue entry of the claim; None: not known
     correction: float = 1.0  # of the promise, from what earlier promises brought
+    judged_to: str | None = None  # newest queue entry of the claim; None: not known
 
     @property
     def promised(self) -> float:

@@ -185,8 +185,8 @@ def test_what_engines_have_of_a_cause_is_reckoned_beside_the_event_loop(
         try:
             for read in (read_followed, partial(read_attempt, attempt=1)):
                 await read(context, "default")
-            for read_beside in (read_now, read_headline):
-                await read_beside(context, "default", None)
+            await read_now(context, "default", await context.summary("default"))
+            await read_headline(context, "default", None)
         finally:
             await client.aclose()
 
@@ -249,9 +249,9 @@ def test_the_answers_equal_those_computed_from_all_records(
                 moves.add(read_event(event.written))
             assert whole.moves == moves
             monkeypatch.setattr(quiet, "QUIET_SECONDS", -math.inf)
-            of_quiet = await read_now(context, "default", None)
+            of_quiet = await read_now(context, "default", await context.summary("default"))
             monkeypatch.setattr(quiet, "QUIET_SECONDS", math.inf)
-            scraped = await read_now(context, "default", None)
+            scraped = await read_now(context, "default", await context.summary("default"))
             assert len(of_quiet.acceptances) <= len(scraped.acceptances)
             assert of_quiet.current == whole.current
             for snapshot in (followed.snapshot, scraped, of_quiet):
