@@ -276,8 +276,13 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Of a file as it is now, also where another host appended to it: an NFS client asks the server when it opens."""
     with contextlib.suppress(OSError):
-        found = path.stat()
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = os.fstat(opened)
+        finally:
+            os.close(opened)
         return found.st_ino, found.st_mtime_ns, found.st_size
     return None
 
