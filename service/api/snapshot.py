@@ -50,7 +50,7 @@ from service.reading.series import ScoredBatch, Series
 from service.settings import Settings
 from service.storage.ready import Memory, is_of_one_key, memory_of
 from service.storage.reports.store import NEWEST_REPORTS, Changes
-from service.storage.reports.summary import Answer, Summary, answers_of, summary_in
+from service.storage.reports.summary import Summary, SummaryText, answers_of, summary_in
 from service.storage.runs import read_state
 
 log = logging.getLogger("draftalign.api")
@@ -100,7 +100,7 @@ async def read_parts(context: ServiceContext, runs: Sequence[str]) -> tuple[dict
     return parts, damaged
 
 
-async def _read_part(context: ServiceContext, answers: Mapping[str, Answer], run: str) -> Part:
+async def _read_part(context: ServiceContext, answers: Mapping[str, SummaryText], run: str) -> Part:
     """`answers`: of Redis, just now. Where it had none for a run it says why when it is asked for this run alone."""
     answer, stamps, kept = answers.get(run), context.layout.stamps(run), context.part(run)
     same = kept is not None and (kept.answer, kept.stamps) == (answer, stamps)

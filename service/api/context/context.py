@@ -40,7 +40,7 @@ from service.storage.ready import PROBE_SECONDS, WriteTest, asked_of, memory_of
 from service.storage.registry import Registry
 from service.storage.reports.drafting import settings_of
 from service.storage.reports.store import AsyncStore
-from service.storage.reports.summary import Answer, Summary, summary_of
+from service.storage.reports.summary import Summary, SummaryText, summary_of
 from service.storage.runs import RunRecord, delete_run, load_run, sweep_deleted
 
 log = logging.getLogger("draftalign.api")
@@ -105,7 +105,7 @@ class RedisServer:
 class KeptPart(NamedTuple):
     """A run's part of `/metrics`: of what it was made, and the two counters by which the disk bounds its queue."""
 
-    answer: Answer
+    answer: SummaryText
     stamps: tuple[tuple[int, int, int] | None, ...]
     limit_bytes: int
     counters: Mapping[str, int]

@@ -60,7 +60,7 @@ class Summary(NamedTuple):
     changes: Changes
 
 
-class Answer(NamedTuple):
+class SummaryText(NamedTuple):
     """What the script said of a run. Answers are equal while nothing is written and no key expires.
 
     `ahead`: whole seconds of this host's clock before that of Redis. `text`: JSON of all but the time.
@@ -70,7 +70,7 @@ class Answer(NamedTuple):
     text: bytes
 
     @classmethod
-    def of(cls, found: bytes) -> Answer:
+    def of(cls, found: bytes) -> SummaryText:
         """As it came, just now."""
         time_of_redis, _, rest = found.removeprefix(b"[").partition(b"],")
         seconds, microseconds = map(int, json.loads(time_of_redis + b"]"))
@@ -79,16 +79,16 @@ class Answer(NamedTuple):
 
 async def summary_of(redis: Any, run: str) -> Summary:
     """Read it by an asyncio client."""
-    return summary_in(Answer.of(await redis.eval(*_question(run))))
+    return summary_in(SummaryText.of(await redis.eval(*_question(run))))
 
 
-async def answers_of(redis: Any, runs: Sequence[str]) -> dict[str, Answer]:
+async def answers_of(redis: Any, runs: Sequence[str]) -> dict[str, SummaryText]:
     """Of many runs, in one round trip (to each node of a cluster). A run whose keys are broken is left out."""
     async with redis.pipeline(transaction=False) as pipe:
         for run in runs:
             pipe.eval(*_question(run))
         found = zip(runs, await pipe.execute(raise_on_error=False), strict=True)
-    return {run: Answer.of(one) for run, one in found if not isinstance(one, Exception)}
+    return {run: SummaryText.of(one) for run, one in found if not isinstance(one, Exception)}
 
 
 def _question(run: str) -> tuple[Any, ...]:
@@ -98,7 +98,7 @@ def _question(run: str) -> tuple[Any, ...]:
     return _SUMMARY, len(keys), *keys, RECENT_BATCHES, *COUNTERS
 
 
-def summary_in(answer: Answer) -> Summary:
+def summary_in(answer: SummaryText) -> Summary:
     """What an answer says."""
     found = json.loads(answer.text)
     first, last, held, values, outdated, kept_seconds, letters, worker, scored, report, *changes = found
@@ -123,7 +123,7 @@ def gauges(fields: Mapping[str, str]) -> WorkerGauges:
 
 
 def _worker(fields: Mapping[str, str], ahead: int) -> WorkerGauges:
-    """`ahead`: as of `Answer`."""
+    """`ahead`: as of `SummaryText`."""
     found = gauges(fields)
     if found.heartbeat is None:
         return found

@@ -24,7 +24,7 @@ from service.storage.layout import Layout
 from service.storage.queue.deliveries import RolloutQueue
 from service.storage.queue.keys import Keys
 from service.storage.reports.store import AsyncStore
-from service.storage.reports.summary import Answer
+from service.storage.reports.summary import SummaryText
 from service.storage.runs import change_state, withdraw_run
 
 KEYS = Keys("one")
@@ -190,9 +190,9 @@ def test_a_run_that_is_broken_deleted_or_begun_again_is_what_another_process_say
 
 def test_what_the_clock_alone_changes_is_told(scraped: Scraped, monkeypatch: pytest.MonkeyPatch) -> None:
     """Headroom has another meaning once the trainer is silent, without anything being written."""
-    real, past, of = time.time, 0.0, Answer.of
+    real, past, of = time.time, 0.0, SummaryText.of
     monkeypatch.setattr(time, "time", lambda: real() + past)
-    monkeypatch.setattr(Answer, "of", lambda found: of(found)._replace(ahead=0))
+    monkeypatch.setattr(SummaryText, "of", lambda found: of(found)._replace(ahead=0))
 
     async def work(compare: Callable[[], Awaitable[list[str]]]) -> None:
         nonlocal past

@@ -29,7 +29,7 @@ from service.monitor.headline import Headline, RunFacts
 from service.settings import Settings
 from service.storage.history.events import History
 from service.storage.queue.keys import Keys
-from service.storage.ready import Memory
+from service.storage.ready import Memory, memory_of
 from service.storage.reports.store import RECENT_SCORES, AsyncStore
 
 NOW = 5000.0
@@ -199,7 +199,7 @@ def test_headlines_go_on_when_redis_answers_oddly(
     monkeypatch: pytest.MonkeyPatch,
     bench: Bench,
 ) -> None:
-    real, asked = service.api.snapshot.memory_of, Counter[str]()
+    real, asked = memory_of, Counter[str]()
 
     async def odd(client: Redis) -> Memory | None:
         asked["memory"] += 1
