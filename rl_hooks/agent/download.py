@@ -60,7 +60,8 @@ _FORGOTTEN_SECONDS: Final = 7 * 86400.0
 _FORGOTTEN_ALONE_SECONDS: Final = 3600.0
 #: Free bytes of the cache's disk that no download takes: engines and trainers write there too.
 MIN_FREE_BYTES: Final = 256 << 20
-#: Longest download of one file. After that the service is asked again what it offers, and the download resumes.
+#: Longest download of one file; the object store has half of it. After that the service is asked again what it offers,
+#: and the download resumes.
 DOWNLOAD_SECONDS: Final = 600.0
 
 _P = ParamSpec("_P")
@@ -302,6 +303,7 @@ class _Download:
         """Append until the file has its size. A broken connection is resumed as long as each brings bytes."""
         file, part = f"{self.manifest.version}/{self.file.name}", self.part
         while (have := self._have()) != self.file.bytes or not part.exists():
+            self._check_time(have, self.deadline)
             if have > self.file.bytes:
                 part.unlink()
                 have = 0
@@ -311,7 +313,7 @@ class _Download:
                 log.warning("%s: %s; asking the service itself", file, error)
                 self.redirected = self.direct = True
             except httpx.HTTPError as error:
-                self._check_time(now := self._have())
+                self._check_time(now := self._have(), self.deadline)
                 if now <= have:
                     raise DownloadError(f"{file} stopped at byte {now}: {cut(repr(error), 400)}") from error
             else:
@@ -323,22 +325,26 @@ class _Download:
         headers = IDENTITY | ({"Range": f"bytes={have}-"} if have else {})
         url = f"/drafter/{self.manifest.version}/{self.file.name}"
         asked = {"run": self.manifest.run} | ({"direct": "true"} if self.direct else {})
-        with _ended(self.client), self.client.stream("GET", url, params=asked, headers=headers) as response:
+        with (
+            _ended(self.client, self.deadline),
+            self.client.stream("GET", url, params=asked, headers=headers) as response,
+        ):
             if response.status_code != 307 or self.direct:
                 # A store's answer is left to the digest: some stores mark their files with an encoding of their own.
                 refuse_encoded(response, f"GET {url}")
-                self._append(response, f"GET {url}", have)
+                self._append(response, f"GET {url}", have, self.deadline)
                 return
             location = response.headers.get("Location", "")
+        until = (time.monotonic() + self.deadline) / 2  # the service has as long, if the store does not give it
         try:
             tls = trusted_of_store(os.environ.get("DRAFTALIGN_CA_FILE"))
             # A client of its own: the service's has the token in its headers, and trusts only the service's authority.
             with (
                 httpx.Client(timeout=self.client.timeout, trust_env=False, verify=tls) as store,
-                _ended(store),
+                _ended(store, until),
                 store.stream("GET", location, headers=headers) as response,
             ):
-                self._append(response, "the object store", have)
+                self._append(response, "the object store", have, until)
         # UnicodeError: no host can have that name.
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, DownloadError) as error:
             if self.stopped():
@@ -346,7 +352,7 @@ class _Download:
             raise _StoreFailed(f"the object store failed: {cut(str(error) or repr(error), 400)}") from error
         self.redirected = True
 
-    def _append(self, response: httpx.Response, asked: str, have: int) -> None:
+    def _append(self, response: httpx.Response, asked: str, have: int, deadline: float) -> None:
         file = self.file
         if response.status_code == 200:
             have = 0  # the answer holds the whole file, and not only the range
@@ -367,12 +373,12 @@ class _Download:
                 have += len(chunk)
                 if self.stopped():
                     raise DownloadError(f"stopped at byte {have} of {file.name}; the next start resumes it")
-                self._check_time(have)
+                self._check_time(have, deadline)
             out.flush()
             os.fsync(out.fileno())
 
-    def _check_time(self, have: int) -> None:
-        if have < self.file.bytes and time.monotonic() > self.deadline:
+    def _check_time(self, have: int, deadline: float) -> None:
+        if have < self.file.bytes and time.monotonic() > deadline:
             raise DownloadError(
                 f"{self.manifest.version}/{self.file.name}: expected {self.file.bytes} bytes within "
                 f"{DOWNLOAD_SECONDS:.0f} s, got {have}; goes on from there once the service was asked again. If "
@@ -381,9 +387,9 @@ class _Download:
 
 
 @contextlib.contextmanager
-def _ended(client: httpx.Client) -> Iterator[None]:
-    """Close the client after `DOWNLOAD_SECONDS`: httpx bounds the time between two bytes, and no answer's headers."""
-    timer = threading.Timer(DOWNLOAD_SECONDS, client.close)
+def _ended(client: httpx.Client, deadline: float) -> Iterator[None]:
+    """Close the client at the deadline: httpx bounds the time between two bytes, and no answer's headers."""
+    timer = threading.Timer(max(0.0, deadline - time.monotonic()), client.close)
     timer.daemon = True
     timer.start()
     try:

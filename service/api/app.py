@@ -46,7 +46,7 @@ from service.api.problems import Problem, in_units
 from service.api.rollouts import batches as rollouts_api
 from service.api.rollouts import dead as dead_api
 from service.api.rollouts import direct as direct_api
-from service.api.snapshot import each_run, read_now, watch_headlines
+from service.api.snapshot import read_parts, watch_headlines
 from service.errors import ConfigurationError, ObjectStoreError
 from service.memory import RETURN_MEMORY_SECONDS, return_freed_memory, share_one_heap
 from service.monitor import metrics
@@ -205,10 +205,11 @@ async def get_metrics(request: Request, context: Context, caller: Caller) -> Res
 
 async def _metrics(context: ServiceContext, runs: Sequence[str]) -> bytes:
     memory = await memory_of(context.redis.client)
-    snapshots, damaged = await each_run(runs, functools.partial(read_now, context, memory=memory))
+    parts, damaged = await read_parts(context, runs)
     return await asyncio.to_thread(
         metrics.render,
-        snapshots,
+        parts,
+        redis_fill=None if memory is None else round(memory.fill, 2),
         unreadable=list(damaged),
         token_file_broken=None if context.settings.token_file is None else context.access.tokens.trouble is not None,
     )

@@ -7,16 +7,17 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any, Final, TypeVar
 
 from pydantic_core import to_json, to_jsonable_python
 from redis.exceptions import RedisError
 
-from service.api.context.context import ServiceContext
+from service.api.context.context import KeptPart, ServiceContext
 from service.api.problems import Problem
 from service.errors import RunNotFound, ServiceError
 from service.monitor.alpha import Attempt, placed
@@ -33,7 +34,7 @@ from service.monitor.headline import (
 )
 from service.monitor.headroom import longest_pause
 from service.monitor.live.watch import EngineVerdict, failed_pushes
-from service.monitor.metrics import RunSnapshot, advice_of
+from service.monitor.metrics import Part, RunSnapshot, advice_of, part_of, stands
 from service.monitor.records import (
     ANOTHERS_DRAFTER,
     AcceptanceRecord,
@@ -49,12 +50,14 @@ from service.reading.series import ScoredBatch, Series
 from service.settings import Settings
 from service.storage.ready import Memory, is_of_one_key, memory_of
 from service.storage.reports.store import NEWEST_REPORTS, Changes
-from service.storage.reports.summary import Summary
+from service.storage.reports.summary import Summary, SummaryText, answers_of, summary_in
 from service.storage.runs import read_state
 
 log = logging.getLogger("draftalign.api")
 
 _WATCH_SECONDS: Final = 10.0
+#: Runs that a scrape asks for at once: other requests are answered between two such groups.
+_AT_ONCE: Final = 64
 _T = TypeVar("_T")
 
 
@@ -75,15 +78,41 @@ class RunView:
     delta: Delta | None = None
 
 
-async def read_now(context: ServiceContext, run: str, memory: Memory | None) -> RunSnapshot:
-    """Read what is true of a run now. Only what has changed since the last call is read. `memory`: of Redis."""
-    summary = await context.summary(run)
-    bounded = await _read_bounded(context, run, memory, summary)
+async def read_now(context: ServiceContext, run: str, summary: Summary) -> RunSnapshot:
+    """Read what is true of a run now; only what has changed since the last call. `summary`: of it, just now."""
+    bounded = await _read_bounded(context, run, None, summary)
     told = await context.quiet(run).read(bounded, summary.changes)
     if told is not None:
         return replace(bounded, acceptances=told.acceptances, engine=told.engine)
     async with _followed(context, run, bounded, summary.changes) as (snapshot, _):
         return snapshot
+
+
+async def read_parts(context: ServiceContext, runs: Sequence[str]) -> tuple[dict[str, Part], dict[str, Exception]]:
+    """Each run's part of `/metrics`, as `each_run` has it. Of a run in which nothing was written it is the last one."""
+    parts, damaged = dict[str, Part](), dict[str, Exception]()
+    for begin in range(0, len(runs), _AT_ONCE):
+        some = runs[begin : begin + _AT_ONCE]
+        answers = await answers_of(context.redis.client, some)
+        found, broken = await each_run(some, partial(_read_part, context, answers))
+        parts |= found
+        damaged |= broken
+    return parts, damaged
+
+
+async def _read_part(context: ServiceContext, answers: Mapping[str, SummaryText], run: str) -> Part:
+    """`answers`: of Redis, just now. Where it had none for a run it says why when it is asked for this run alone."""
+    answer, stamps, kept = answers.get(run), context.layout.stamps(run), context.part(run)
+    same = kept is not None and (kept.answer, kept.stamps) == (answer, stamps)
+    if kept is not None and same and kept.limit_bytes == _queue_limit_bytes(context, run, kept.counters):
+        return kept.part
+    context.keep_part(run, None)
+    snapshot = await read_now(context, run, await context.summary(run) if answer is None else summary_in(answer))
+    part = await asyncio.to_thread(part_of, run, snapshot)
+    if answer is not None and snapshot.queue_limit_bytes is not None and stands(snapshot):
+        limit_bytes, counters = snapshot.queue_limit_bytes, snapshot.counters
+        context.keep_part(run, KeptPart(answer, stamps, limit_bytes, counters, part))
+    return part
 
 
 async def read_followed(context: ServiceContext, run: str, since: str | None = None) -> RunView:
@@ -144,7 +173,6 @@ async def _read_bounded(context: ServiceContext, run: str, memory: Memory | None
 
     def told() -> RunSnapshot:
         digest = context.registry.history.digest(run)
-        limit_bytes = context.disk.queue_limit_bytes(counters["bytes"], run, counters["dead_file_bytes"])
         return RunSnapshot(
             scores=recent.newest,
             watch=engines.watch,
@@ -153,8 +181,7 @@ async def _read_bounded(context: ServiceContext, run: str, memory: Memory | None
             published=digest.published,
             moves=digest.moves,
             counters=counters,
-            # Rounded, so that answers stay equal for a while (304).
-            queue_limit_bytes=limit_bytes & -1 << max(0, limit_bytes.bit_length() - 6),
+            queue_limit_bytes=_queue_limit_bytes(context, run, counters),
             redis_fill=None if memory is None else round(memory.fill, 2),
             worker=found.worker,
             latest=None if latest is None else ServedDrafter(latest.version, latest.sequence, latest.created),
@@ -171,6 +198,12 @@ async def _read_bounded(context: ServiceContext, run: str, memory: Memory | None
         )
 
     return await asyncio.to_thread(told)
+
+
+def _queue_limit_bytes(context: ServiceContext, run: str, counters: Mapping[str, int]) -> int:
+    """Bytes at which the queue is full, rounded, so that answers stay equal for a while (304)."""
+    found = context.disk.queue_limit_bytes(counters["bytes"], run, counters["dead_file_bytes"])
+    return found & -1 << max(0, found.bit_length() - 6)
 
 
 async def each_run(
@@ -365,25 +398,27 @@ async def watch_headlines(context: ServiceContext) -> None:
     """Log each run's headline when it becomes another: a worker that is gone cannot say so itself."""
     said: dict[str, str] = {}
     failed: set[tuple[str, type[Exception]]] = set()
+
+    @contextmanager
+    def going_on(what: str) -> Iterator[None]:
+        try:
+            yield
+        except (RedisError, OSError, ServiceError, ValueError) as error:  # ValueError: a file that is no JSON
+            log.debug("%s cannot be read, so no headline is known: %s", what, error)
+        except Exception as error:  # the other runs' headlines still count, and the next try may succeed
+            if (what, type(error)) not in failed:
+                failed.add((what, type(error)))
+                log.exception("%s: no headline can be made; this is said once", what)
+
     while True:
         await asyncio.sleep(_WATCH_SECONDS)
-        try:
+        with going_on("the list of runs"):
             runs = await asyncio.to_thread(context.layout.run_names)
             memory = await memory_of(context.redis.client)
-        except (OSError, RedisError) as error:
-            log.debug("the runs cannot be read: %s", error)
-            continue
-        for run in runs:
-            try:
-                found = await read_headline(context, run, memory)
-            except (RedisError, OSError, ServiceError, ValueError) as error:  # ValueError: a file that is no JSON
-                log.debug("run %s: its headline is not known: %s", run, error)
-                continue
-            except Exception as error:  # the other runs' headlines still count, and the next try may succeed
-                if (run, type(error)) not in failed:
-                    failed.add((run, type(error)))
-                    log.exception("run %s: its headline cannot be made; this is said once", run)
-                continue
-            if said.get(run) != found.state:
-                said[run] = found.state
-                log.log(logging.WARNING if found.level in ("bad", "warn") else logging.INFO, "%s: %s", run, found.text)
+            for run in runs:
+                with going_on(f"run {run}"):
+                    found = await read_headline(context, run, memory)
+                    if said.get(run) != found.state:
+                        said[run] = found.state
+                        level = logging.WARNING if found.level in ("bad", "warn") else logging.INFO
+                        log.log(level, "%s: %s", run, found.text)

@@ -10,10 +10,12 @@ The gauges `draftalign_alpha` and `draftalign_publication_lag` are of the newest
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from itertools import chain
+from typing import Any, Final, TypeAlias
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -27,7 +29,7 @@ from service.monitor.drift.cause import Cause, HasSums, as_fraction, cause_of, e
 from service.monitor.events import RunEvent
 from service.monitor.headline import RECENT_BATCHES, KnownOfRun
 from service.monitor.headroom import STATES, Advice, advise, longest_pause, trainer_silent
-from service.monitor.live.watch import Watch, failed_pushes
+from service.monitor.live.watch import EVIDENCE_SECONDS, Watch, failed_pushes
 from service.monitor.records import (
     DRAFTERS,
     AcceptanceRecord,
@@ -98,39 +100,63 @@ class RunSnapshot(KnownOfRun):
         return replace(self, engine=engine_change(replayed, counts))
 
 
+#: What a run adds to the text: its samples, by the lines that begin their family.
+Part: TypeAlias = Mapping[bytes, bytes]
+_FAMILY: Final = re.compile(rb"^(# HELP .*\n# TYPE .*\n)((?:[^#].*\n)*)", re.MULTILINE)
+#: The beginning of each family, once for the parts of all runs.
+_BEGINNINGS: Final[dict[bytes, bytes]] = {}
+
+
 def render(
-    stores: Mapping[str, RunSnapshot],
+    stores: Mapping[str, RunSnapshot | Part],
     *,
+    redis_fill: float | None = None,
     unreadable: Sequence[str] = (),
     token_file_broken: bool | None = None,
 ) -> bytes:
-    """Render the snapshots (run name -> snapshot) in the text format.
+    """Render snapshots, or parts that were made of them (by run), in the text format.
 
-    `unreadable`: runs of which nothing could be read. `token_file_broken`: None where there is no token file.
+    `redis_fill`: share of Redis' memory in use; None: it has no limit. `unreadable`: runs of which nothing could be
+    read. `token_file_broken`: None where there is no token file.
     """
     families = _Families()
-    for run, stored in sorted(stores.items()):
-        snapshot = _of_now(stored)
-        _add_alpha(families, run, snapshot)
-        _add_engines(families, run, snapshot)
-        _add_headroom(families, run, snapshot)
-        _add_worth(families, run, snapshot)
-        _add_totals(families, run, snapshot)
-        _add_service(families, run, snapshot)
-        _add_drafter(families, run, snapshot)
     for run in unreadable:
         text = "1 for a run whose state could not be read; the API's log says why."
         families.gauge("draftalign_run_unreadable", text, 1, run=run)
-    fills = [one.redis_fill for one in stores.values() if one.redis_fill is not None]
     text = "Share of Redis' memory (maxmemory) that is in use; at 1 it refuses rollouts. Absent without a limit."
-    families.gauge("draftalign_redis_memory_ratio", text, max(fills, default=None))
+    families.gauge("draftalign_redis_memory_ratio", text, redis_fill if stores else None)
     text = "Runs that are registered, as far as the token may read them. Always there."
     families.gauge("draftalign_runs", text, len(stores) + len(unreadable))
     text = "1 while the token file cannot be used and the tokens before it stay valid."
     families.gauge("draftalign_token_file_broken", text, token_file_broken)
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(families)
-    return generate_latest(registry)
+    found: defaultdict[bytes, list[bytes]] = defaultdict(list)
+    parts = (part_of(run, one) if isinstance(one, RunSnapshot) else one for run, one in sorted(stores.items()))
+    for part in (*parts, families.part()):
+        for beginning, samples in part.items():
+            found[beginning].append(samples)
+    return b"".join(chain.from_iterable((beginning, *samples) for beginning, samples in found.items()))
+
+
+def part_of(run: str, stored: RunSnapshot) -> Part:
+    """What a run adds to the text."""
+    families, snapshot = _Families(), _of_now(stored)
+    _add_alpha(families, run, snapshot)
+    _add_engines(families, run, snapshot)
+    _add_headroom(families, run, snapshot)
+    _add_worth(families, run, snapshot)
+    _add_totals(families, run, snapshot)
+    _add_service(families, run, snapshot)
+    _add_drafter(families, run, snapshot)
+    return families.part()
+
+
+def stands(snapshot: RunSnapshot) -> bool:
+    """Whether a run's part stays as it is while nothing is written: it tells nothing that changes by the clock alone.
+
+    Engines' verdicts end some time after their last report; headroom has another meaning once the trainer is silent.
+    """
+    ended = (snapshot.last_report or 0.0) < snapshot.now - EVIDENCE_SECONDS
+    return ended and (snapshot.worker.headroom is None or _trainer_silent(snapshot))
 
 
 class _Families(Collector):
@@ -166,6 +192,13 @@ class _Families(Collector):
     def collect(self) -> Iterable[Metric]:
         """All of them."""
         return self._families.values()
+
+    def part(self) -> Part:
+        """All of them as text."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        found = _FAMILY.findall(generate_latest(registry))
+        return {_BEGINNINGS.setdefault(beginning, beginning): samples for beginning, samples in found}
 
 
 def _of_now(snapshot: RunSnapshot) -> RunSnapshot:
@@ -226,15 +259,18 @@ def advice_of(snapshot: RunSnapshot) -> Advice:
     """Say what a run's headroom means."""
     if snapshot.watch.hold is not None:
         return Advice("unknown", "nothing is trained while publishing is held")
-    recent = sorted(snapshot.scores, key=lambda score: score.arrival)[-RECENT_BATCHES:]
-    silent = trainer_silent(snapshot.last_arrival, snapshot.now, longest_pause(recent))
-    starved = silent and not snapshot.counters.get("items")
+    starved = _trainer_silent(snapshot) and not snapshot.counters.get("items")
     worker, blocked = snapshot.worker, None
     if worker.no_memory:
         blocked = "memory ran out in each training: make room for the worker"
     elif worker.unjudged:
         blocked = "no prompt is new that could judge it: send new prompts, or let the policy move on"
     return advise(worker.headroom, action=worker.action, starved=starved, blocked=blocked, undrafted=worker.undrafted)
+
+
+def _trainer_silent(snapshot: RunSnapshot) -> bool:
+    recent = sorted(snapshot.scores, key=lambda score: score.arrival)[-RECENT_BATCHES:]
+    return trainer_silent(snapshot.last_arrival, snapshot.now, longest_pause(recent))
 
 
 def _add_headroom(families: _Families, run: str, snapshot: RunSnapshot) -> None:

@@ -117,6 +117,11 @@ class Layout:
         """The registration's record."""
         return self.run(run) / "run.json"
 
+    def stamps(self, run: str) -> tuple[tuple[int, int, int] | None, ...]:
+        """What differs once something small of a run was written: its record, state, served version or history."""
+        revalidate(self.run(run))
+        return tuple(map(_stamp, (self.run_json(run), self.run_state(run), self.latest(run), self.history(run))))
+
     def run_state(self, run: str) -> Path:
         """What a person wants of the run; absent where nobody has said anything."""
         return self.run(run) / "state.json"
@@ -267,6 +272,18 @@ def _stat(path: Path) -> os.stat_result | None:
     revalidate(path.parent)
     with contextlib.suppress(OSError):
         return path.stat()
+    return None
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Of a file as it is now, also where another host appended to it: an NFS client asks the server when it opens."""
+    with contextlib.suppress(OSError):
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = os.fstat(opened)
+        finally:
+            os.close(opened)
+        return found.st_ino, found.st_mtime_ns, found.st_size
     return None
 
 

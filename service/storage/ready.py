@@ -218,13 +218,14 @@ class Memory(NamedTuple):
 
 
 async def memory_of(client: Any) -> Memory | None:
-    """Ask Redis, by an asyncio client, for its memory. None: it has no limit, or does not let its user ask."""
+    """Ask Redis, by an asyncio client, for its memory. None: it has no limit, or does not say."""
     try:
         found = await client.info("memory")
     except ResponseError:  # no permission; or the command is renamed, as some services have it
         return None
     nodes = found.values() if all(isinstance(one, dict) for one in found.values()) else [found]
-    limited = [Memory(node["used_memory"], node["maxmemory"]) for node in nodes if node.get("maxmemory")]
+    told = [(node.get("used_memory"), node.get("maxmemory")) for node in nodes]
+    limited = [Memory(used, limit) for used, limit in told if used is not None and limit]
     return max(limited, key=lambda memory: memory.fill, default=None)
 
 

@@ -31,6 +31,7 @@ from rl_hooks.format.drafter import kind_of
 from rl_hooks.format.eagle3 import reaching, with_layers
 from service.errors import RegistryError, RunDamaged, ServiceError, WorkerError
 from service.monitor.events import Event, GateEvidence, Realised, Refused
+from service.monitor.records import arrival
 from service.settings import Settings
 from service.storage.drafters.versions import Manifest
 from service.storage.history.digest import SentDrafter
@@ -329,8 +330,14 @@ class Lineage:
         return manifest
 
     def refuse(self, policy_version: int, reason: str, evidence: GateEvidence) -> None:
-        """Record that the gate refused the candidate."""
-        self._record(Refused(policy_version=policy_version, reason=reason, gate=evidence))
+        """Record that the gate refused the candidate, once for what it was judged on.
+
+        A worker that died between this and its checkpoint judges the same batches again.
+        """
+        last = self._registry.history.last_of(self._run, ("refused",))
+        known = last.gate.judged_to if isinstance(last, Refused) and last.gate is not None else None
+        if known is None or evidence.judged_to is None or arrival(evidence.judged_to) > arrival(known):
+            self._record(Refused(policy_version=policy_version, reason=reason, gate=evidence))
 
     def refuse_sent(
         self, version: str, reason: str, evidence: GateEvidence | None = None, *, usable: bool = True

@@ -7,9 +7,9 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, Final, ParamSpec, TypeVar
+from typing import Annotated, Any, Final, NamedTuple, ParamSpec, TypeVar
 
 import redis.asyncio
 import redis.exceptions
@@ -24,6 +24,7 @@ from service.api.problems import Problem
 from service.errors import RegistryBusy
 from service.monitor.headline import REDIS_NEARLY_FULL
 from service.monitor.live.engine import LiveRule
+from service.monitor.metrics import Part
 from service.reading.pointer import Pointer
 from service.reading.quiet import Quiet
 from service.reading.series import Series
@@ -39,7 +40,7 @@ from service.storage.ready import PROBE_SECONDS, WriteTest, asked_of, memory_of
 from service.storage.registry import Registry
 from service.storage.reports.drafting import settings_of
 from service.storage.reports.store import AsyncStore
-from service.storage.reports.summary import Summary, summary_of
+from service.storage.reports.summary import Summary, SummaryText, summary_of
 from service.storage.runs import RunRecord, delete_run, load_run, sweep_deleted
 
 log = logging.getLogger("draftalign.api")
@@ -101,6 +102,16 @@ class RedisServer:
             raise redis.exceptions.TimeoutError(f"no answer in {PROBE_SECONDS} s") from error
 
 
+class KeptPart(NamedTuple):
+    """A run's part of `/metrics`: of what it was made, and the two counters by which the disk bounds its queue."""
+
+    answer: SummaryText
+    stamps: tuple[tuple[int, int, int] | None, ...]
+    limit_bytes: int
+    counters: Mapping[str, int]
+    part: Part
+
+
 class _KeptOfRun:
     """What this process keeps of one run."""
 
@@ -108,6 +119,7 @@ class _KeptOfRun:
         self.record: tuple[FileId, RunRecord] | None = None  # with the file that it was read from
         self.accepted = False  # a batch of it, by this process
         self.asked = 0.0  # when somebody asked for the series, by the monotonic clock
+        self.part: KeptPart | None = None  # of `/metrics`
         self.turn = asyncio.Lock()  # of calls that take turns in the run
         self._context, self._run = context, run
 
@@ -211,6 +223,14 @@ class ServiceContext:
     def quiet(self, run: str) -> Quiet:
         """Reads a run in which nothing happens."""
         return self._of(run).quiet
+
+    def part(self, run: str) -> KeptPart | None:
+        """A run's part of `/metrics` that was made last, where it stands."""
+        return self._of(run).part
+
+    def keep_part(self, run: str, part: KeptPart | None) -> None:
+        """Keep it for the next scrape."""
+        self._of(run).part = part
 
     def runs_with_evidence(self) -> int:
         """How many runs have evidence here that is computed again and again."""

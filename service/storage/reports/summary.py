@@ -1,6 +1,7 @@
 """What Redis has of a run that does not grow with the run's age, read in one step.
 
-Every look needs it, a scrape of `/metrics` that of all runs. Asked for one by one its parts took ten round trips.
+Every look needs it, a scrape of `/metrics` that of all runs, which it reads together. Asked for one by one the parts of
+one run took ten round trips.
 """
 
 from __future__ import annotations
@@ -59,13 +60,48 @@ class Summary(NamedTuple):
     changes: Changes
 
 
+class SummaryText(NamedTuple):
+    """What the script said of a run. Answers are equal while nothing is written and no key expires.
+
+    `ahead`: whole seconds of this host's clock before that of Redis. `text`: JSON of all but the time.
+    """
+
+    ahead: int
+    text: bytes
+
+    @classmethod
+    def of(cls, found: bytes) -> SummaryText:
+        """As it came, just now."""
+        time_of_redis, _, rest = found.removeprefix(b"[").partition(b"],")
+        seconds, microseconds = map(int, json.loads(time_of_redis + b"]"))
+        return cls(round(time.time() - (seconds + microseconds / 1e6)), b"[" + rest)
+
+
 async def summary_of(redis: Any, run: str) -> Summary:
     """Read it by an asyncio client."""
+    return summary_in(SummaryText.of(await redis.eval(*_question(run))))
+
+
+async def answers_of(redis: Any, runs: Sequence[str]) -> dict[str, SummaryText]:
+    """Of many runs, in one round trip (to each node of a cluster). A run whose keys are broken is left out."""
+    async with redis.pipeline(transaction=False) as pipe:
+        for run in runs:
+            pipe.eval(*_question(run))
+        found = zip(runs, await pipe.execute(raise_on_error=False), strict=True)
+    return {run: SummaryText.of(one) for run, one in found if not isinstance(one, Exception)}
+
+
+def _question(run: str) -> tuple[Any, ...]:
     of = Keys(run)
     keys = [of.queue, of.held, of.counters, of.outdated, of.dead, of.worker, of.scored, of.reported]
     keys += [of.changes, of.scores, of.acceptance]
-    found = json.loads(await redis.eval(_SUMMARY, len(keys), *keys, RECENT_BATCHES, *COUNTERS))
-    clock, first, last, held, values, outdated, kept_seconds, letters, worker, scored, report, *changes = found
+    return _SUMMARY, len(keys), *keys, RECENT_BATCHES, *COUNTERS
+
+
+def summary_in(answer: SummaryText) -> Summary:
+    """What an answer says."""
+    found = json.loads(answer.text)
+    first, last, held, values, outdated, kept_seconds, letters, worker, scored, report, *changes = found
     newest = last and (parts(held or None)["newest"] or last)  # not what was put back
     return Summary(
         counters=counts(values, held or None),
@@ -73,7 +109,7 @@ async def summary_of(redis: Any, run: str) -> Summary:
         last_arrival=_arrival(newest),
         outdated=_goes_on(outdated or "", kept_seconds),
         dead_letters=[_named(fields) for _, fields in letters],
-        worker=_worker(_named(worker), ahead=time.time() - (int(clock[0]) + int(clock[1]) / 1e6)),
+        worker=_worker(_named(worker), ahead=answer.ahead),
         times_scored=int(scored or 0),
         last_report=float(report) if report else None,
         changes=Changes(changes[0], (changes[1], changes[2]), []),
@@ -86,13 +122,13 @@ def gauges(fields: Mapping[str, str]) -> WorkerGauges:
     return read(WorkerGauges, f"{{{values}}}") or WorkerGauges()
 
 
-def _worker(fields: Mapping[str, str], ahead: float) -> WorkerGauges:
-    """`ahead`: seconds of this host's clock before that of Redis."""
+def _worker(fields: Mapping[str, str], ahead: int) -> WorkerGauges:
+    """`ahead`: as of `SummaryText`."""
     found = gauges(fields)
     if found.heartbeat is None:
         return found
     # Whole seconds: one sign of life has one time, whenever it is read.
-    return found.model_copy(update={"heartbeat": found.heartbeat + round(ahead)})
+    return found.model_copy(update={"heartbeat": found.heartbeat + ahead})
 
 
 def _goes_on(told: str, kept_seconds: int) -> bool:

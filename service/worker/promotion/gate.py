@@ -52,6 +52,7 @@ class Contest:
     look: Look  # the last one
     trained_to: int | None = None  # newest policy version that the candidate was trained on; None: not known
     correction: float = 1.0  # of the promise, from what earlier promises brought
+    judged_to: str | None = None  # newest queue entry of the claim; None: not known
 
     @property
     def promised(self) -> float:
@@ -74,7 +75,8 @@ class Contest:
             alpha_candidate=look.alpha_challenger,
             alpha_served=look.alpha_served,
         )
-        return found if self.trained_to is None else found.model_copy(update={"trained_to": self.trained_to})
+        known = {"trained_to": self.trained_to, "judged_to": self.judged_to}
+        return found.model_copy(update={name: value for name, value in known.items() if value is not None})
 
 
 class Gate:

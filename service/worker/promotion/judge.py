@@ -13,6 +13,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from drafter.batch import RolloutBatch
 from drafter.replay.gate import CLAIM_SD
@@ -103,7 +104,7 @@ class Judge:
         before = self.gate.state
         entries = sorted((scores.record.entry_id or "" for _, scores in compared), key=arrival)
         realised = self.gate.outcomes.settle(wider) if self.gate.outcomes.measures(entries[0]) else None
-        contests = self.gate.judge(fresh, served, wider)
+        contests = [replace(one, judged_to=entries[-1] or None) for one in self.gate.judge(fresh, served, wider)]
         if contests and contests[0].verdict.promote:
             after = self.gate.state
 
@@ -114,7 +115,7 @@ class Judge:
 
             policy_version = max(batch.policy_version for batch in fresh.batches)
             try:
-                realised = self._promote(contests, served, policy_version, entries[-1], secured) or realised
+                realised = self._promote(contests, served, policy_version, secured) or realised
             except LatestMoved as moved:  # a person or another worker moved it: the next contest is with that version
                 log.info("%s: %s", self.run, moved)
                 self.gate.restore(before)
@@ -128,19 +129,18 @@ class Judge:
         contests: Sequence[Contest],
         served: str | None,
         policy_version: int,
-        judged_to: str,
         before_publishing: Callable[[], None],
     ) -> Realised | None:
         """Serve the winner. Training goes on from it if it is archived or sent, and better than the candidate.
 
-        `judged_to`: the newest queue entry of the evidence. Returns the gate's event about the version that was served
-        before. Raises `LatestMoved` if another version is served by now.
+        Returns the gate's event about the version that was served before. Raises `LatestMoved` if another version is
+        served by now.
         """
         winner = contests[0]
         before_publishing()
         candidate = _of_candidate(contests)
         keeps = candidate is not None and candidate.verdict.gain >= winner.verdict.gain
-        its = {"judged_to": judged_to} | ({} if winner.version == CANDIDATE else {"train_on": not keeps})
+        its = {} if winner.version == CANDIDATE else {"train_on": not keeps}
         evidence = winner.evidence.model_copy(update=its)
         manifest = self._lineage.promote(winner.version, served, policy_version, winner.verdict.reason, evidence)
         return self._go_on_from(manifest.version, evidence)

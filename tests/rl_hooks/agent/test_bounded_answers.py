@@ -643,12 +643,14 @@ def test_a_download_that_drips_lets_the_service_be_asked_again_and_goes_on_where
 def test_an_answer_whose_headers_never_end_holds_no_download(
     first: bytes, more: bytes, at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The store has half of the time that is left, and the service what is left after it."""
     held: list[str] = []
+    given: list[float] = []
+    real = threading.Timer
 
     class Endless(BadService):
         def answer(self, handler: BaseHTTPRequestHandler, path: str, query: dict[str, str], body: Any) -> None:
             if path == "/of/the/store" or (path.count("/") == 3 and at == "service"):
-                monkeypatch.setattr(download, "DOWNLOAD_SECONDS", 600.0)  # for what is asked after this
                 with contextlib.suppress(OSError):  # until nobody reads any more
                     handler.wfile.write(first)
                     for _ in range(600):
@@ -656,13 +658,18 @@ def test_an_answer_whose_headers_never_end_holds_no_download(
                         time.sleep(0.1)
                     held.append(path)
             elif path.count("/") == 3 and "direct" not in query:
-                monkeypatch.setattr(download, "DOWNLOAD_SECONDS", 2.0)  # for the store
                 self.send(handler, 307, headers={"Location": f"{self.url}/of/the/store"})
             else:
                 super().answer(handler, path, query, body)
 
+    def timer(seconds: float, act: Callable[[], None]) -> threading.Timer:
+        given.append(seconds)
+        return real(2.0 if len(given) % 3 == 2 else seconds, act)  # 2 s for the store
+
     if at == "service":
         monkeypatch.setattr(download, "DOWNLOAD_SECONDS", 2.0)
+    else:
+        monkeypatch.setattr(threading, "Timer", timer)
     with serving(Endless()) as service, httpx.Client(base_url=service.url, timeout=60) as client:
         service.publish(1)
         assert service.manifest is not None
@@ -671,6 +678,10 @@ def test_an_answer_whose_headers_never_end_holds_no_download(
         with refused if at == "service" else contextlib.nullcontext():
             fetch_release(client, wanted, tmp_path)
     assert held == []
+    for redirected, of_the_store, direct in zip(*[iter(given)] * 3, strict=True):
+        assert redirected <= 600.0
+        assert of_the_store <= redirected / 2
+        assert direct <= redirected - 2.0, "the two together have no more than one file may take"
 
 
 # --- inside vLLM

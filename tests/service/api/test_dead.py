@@ -259,9 +259,14 @@ def test_a_redis_that_does_not_say_what_memory_it_has_is_no_trouble(bench: Bench
         async def info(self, _: str) -> None:
             raise redis.exceptions.ResponseError("unknown command 'INFO', with args beginning with: 'memory'")
 
+    class Another:
+        async def info(self, _: str) -> dict[str, int]:
+            return {"maxmemory": 1 << 30}
+
     try:
         assert asyncio.run(once()) is None
         assert asyncio.run(memory_of(Renamed())) is None
+        assert asyncio.run(memory_of(Another())) is None
     finally:
         bench.redis.acl_deluser("asks")
 

@@ -29,7 +29,7 @@ from service.monitor.headline import Headline, RunFacts
 from service.settings import Settings
 from service.storage.history.events import History
 from service.storage.queue.keys import Keys
-from service.storage.ready import Memory
+from service.storage.ready import Memory, memory_of
 from service.storage.reports.store import RECENT_SCORES, AsyncStore
 
 NOW = 5000.0
@@ -191,6 +191,28 @@ def test_a_run_whose_headline_fails_is_told_of_once_and_hides_no_other(
     assert "sound: Waiting for the first rollouts." in caplog.text
     told = [r.exc_info[0] for r in caplog.records if r.exc_info and "broken" in r.getMessage()]
     assert told == [KeyError, TypeError]
+
+
+def test_headlines_go_on_when_redis_answers_oddly(
+    serve: Callable[..., RunningService],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    bench: Bench,
+) -> None:
+    real, asked = memory_of, Counter[str]()
+
+    async def odd(client: Redis) -> Memory | None:
+        asked["memory"] += 1
+        if asked["memory"] < 3:
+            raise KeyError("nobody foresaw it")
+        return await real(client)
+
+    monkeypatch.setattr(service.api.snapshot, "_WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(service.api.snapshot, "memory_of", odd)
+    caplog.set_level(logging.INFO, logger="draftalign.api")
+    assert serve().register("sound").status_code == 201
+    bench.wait(lambda: "sound: Waiting for the first rollouts." in caplog.text)
+    assert [r.exc_info[0] for r in caplog.records if r.exc_info] == [KeyError], "said once"
 
 
 def test_what_a_headline_reads_does_not_grow_with_the_run(

@@ -171,6 +171,7 @@ def value(text: bytes, name: str, **labels: str) -> float:
 def test_names_and_labels_are_the_documented_ones() -> None:
     text = render(
         {"a": full_snapshot(), "b": full_snapshot()},
+        redis_fill=0.25,
         unreadable=["c"],
         token_file_broken=True,
     )

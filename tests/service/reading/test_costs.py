@@ -263,7 +263,7 @@ def test_of_a_run_in_which_nothing_changed_redis_is_asked_once(
 
             async def asked() -> tuple[int, RunSnapshot]:
                 before = sent
-                found = await read_now(context, "default", None)
+                found = await read_now(context, "default", await context.summary("default"))
                 return sent - before, found
 
             await asked()

@@ -26,7 +26,7 @@ from redis.exceptions import ResponseError
 
 from service.api.context.context import ServiceContext
 from service.api.problems import Problem
-from service.api.snapshot import read_attempt, read_followed, read_headline, read_now, run_text
+from service.api.snapshot import read_attempt, read_followed, read_headline, read_now, read_parts, run_text
 from service.monitor.events import Moves, read_event
 from service.monitor.metrics import RunSnapshot, render
 from service.reading import quiet
@@ -185,8 +185,8 @@ def test_what_engines_have_of_a_cause_is_reckoned_beside_the_event_loop(
         try:
             for read in (read_followed, partial(read_attempt, attempt=1)):
                 await read(context, "default")
-            for read_beside in (read_now, read_headline):
-                await read_beside(context, "default", None)
+            await read_now(context, "default", await context.summary("default"))
+            await read_headline(context, "default", None)
         finally:
             await client.aclose()
 
@@ -211,6 +211,8 @@ def test_the_answers_equal_those_computed_from_all_records(
         monkeypatch.setattr("service.storage.history.events._HISTORY_BYTES", 300)
         monkeypatch.setattr("service.api.context.context._UNASKED_SECONDS", -1.0)
         monkeypatch.setattr(summary, "_worker", lambda fields, **_: summary.gauges(fields))  # and the clock of Redis
+        answer = summary.SummaryText.of
+        monkeypatch.setattr(summary.SummaryText, "of", lambda found: answer(found)._replace(ahead=0))
         publish(world.registry)
 
         trimmed: dict[ServiceContext, int] = {}
@@ -247,14 +249,18 @@ def test_the_answers_equal_those_computed_from_all_records(
                 moves.add(read_event(event.written))
             assert whole.moves == moves
             monkeypatch.setattr(quiet, "QUIET_SECONDS", -math.inf)
-            of_quiet = await read_now(context, "default", None)
+            of_quiet = await read_now(context, "default", await context.summary("default"))
             monkeypatch.setattr(quiet, "QUIET_SECONDS", math.inf)
-            scraped = await read_now(context, "default", None)
+            scraped = await read_now(context, "default", await context.summary("default"))
             assert len(of_quiet.acceptances) <= len(scraped.acceptances)
             assert of_quiet.current == whole.current
             for snapshot in (followed.snapshot, scraped, of_quiet):
                 shared = replace(snapshot, redis_fill=whole.redis_fill)  # others write to Redis meanwhile
                 assert sorted(render({"r": shared}).splitlines()) == sorted(render({"r": whole}).splitlines())
+            parts, damaged = await read_parts(context, ["default"])
+            assert damaged == {}
+            shared = replace(whole, queue_limit_bytes=scraped.queue_limit_bytes)
+            assert sorted(render(parts).splitlines()) == sorted(render({"default": shared}).splitlines())
             if world.rng.random() < 0.3:  # nobody asks for an hour
                 context._drop_unasked()
             return len(found["attempts"])

@@ -25,7 +25,7 @@ from service.storage.queue.lease import give_back, take_from_workers
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch, Enqueued
 from service.storage.ready import connect, connect_async
 from service.storage.reports.store import AsyncStore, Store
-from service.storage.reports.summary import Summary, summary_of
+from service.storage.reports.summary import Summary, answers_of, summary_in, summary_of
 
 SCRIPTS = {path.stem for path in (Path(service.storage.__file__).parent / "lua").glob("*.lua")}
 CLASSES = (RolloutQueue, AsyncRolloutQueue, DeadLetters, Store, AsyncStore)
@@ -102,6 +102,9 @@ def test_every_script_and_every_public_method_runs_on_a_cluster(tmp_path: Path) 
                 await rollouts_live(read, *(Noted(each, called) for each in (worker, asynchronous, dead)))
                 await reports_live(Noted(Store(client, run), called), Noted(AsyncStore(of_api, run, 1), called), read)
                 await sessions_live(Noted(asynchronous, called), Noted(AsyncStore(of_api, run), called), read)
+                together = await answers_of(of_api, RUNS)
+                assert together.keys() == set(RUNS)
+                assert summary_in(together[run]) == await read()
                 assert await take_from_workers(of_api, run)
                 await give_back(of_api, run)
             assert not list(client.scan_iter(match=f"da:{{{run}}}:*"))

@@ -17,7 +17,7 @@ import service.worker.inbox
 import service.worker.process.worker
 import service.worker.promotion.promises
 from drafter.files.checkpoint import write_drafter
-from service.monitor.events import Event, Realised
+from service.monitor.events import Event, Realised, Refused, read_event
 from service.storage.history.events import History
 from service.storage.registry import Registry
 from service.worker.learner import Learner
@@ -196,6 +196,38 @@ def test_a_death_between_a_gain_that_is_written_and_the_checkpoint_writes_it_onc
     bench.post("more", rollouts=64)
     bench.drain(strict)
     assert len(gains(bench)) == len(set(gains(bench)))
+
+
+def test_a_death_between_a_refusal_that_is_written_and_the_checkpoint_writes_it_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.begin()
+    strict = EAGER | {"gate_min_gain": 1e6, "checkpoint_seconds": 3600.0}
+
+    def refused() -> list[str | None]:
+        found = [event for event in map(read_event, told(Registry(bench.layout))) if isinstance(event, Refused)]
+        return [event.gate.judged_to for event in found if event.gate is not None]
+
+    worker = bench.worker(**strict)
+    bench.post("first", rollouts=64)
+    bench.drain(worker)
+    worker.save()
+    with monkeypatch.context() as patch:
+        die_in(patch, Lineage, "refuse", after=True, calls=2)
+        with pytest.raises(Stopped):  # noqa: PT012 - until two trainings were refused
+            for n in range(8):
+                bench.post(f"a {n}", rollouts=64)
+                bench.drain(worker)
+    known = refused()
+    assert len(known) == 2
+    worker = bench.worker(**strict)
+    bench.drain(worker)
+    assert worker.learner.journal.totals.refused > 0, "it was judged again"
+    assert refused() == known
+    bench.post("later", rollouts=64)
+    bench.drain(worker)
+    assert refused()[:2] == known
+    assert len(refused()) == len(set(refused())) == 3, "a later one is another"
 
 
 def test_rollouts_that_chose_a_version_do_not_measure_it_when_they_come_again(
