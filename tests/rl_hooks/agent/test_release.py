@@ -92,6 +92,17 @@ def test_a_manifest_that_breaks_the_contract_is_refused_by_the_name_of_the_field
         parse_manifest(make(), "default")
 
 
+@pytest.mark.parametrize(
+    "field",
+    ["run", "files", "kind", "version", "sequence", "digest", "config_fingerprint", "d2t_sha256", "override_canary"],
+)
+def test_a_refusal_quotes_no_more_than_a_line_of_what_was_said(field: str) -> None:
+    for said in ("x/" * 100_000, ["y" * 100_000]):
+        with pytest.raises(ManifestError, match=field) as refused:
+            parse_manifest(offered(**{field: said}), "default")
+        assert len(str(refused.value)) < 250
+
+
 @pytest.mark.parametrize("make", [of_many(64), named(name="a" * 128), named(bytes=(1 << 53) - 1), named(bytes=0)])
 def test_the_largest_that_a_manifest_may_say_is_taken(make: Callable[[], object]) -> None:
     parse_manifest(make(), "default")
@@ -129,7 +140,10 @@ def test_what_the_gate_replayed_is_taken_only_where_it_can_be_an_alpha(gate: obj
         ([0, 4096], (0, 4096)),
         ((1,), (1,)),
         ([1] * 64, (1,) * 64),
-        *((wrong, ()) for wrong in ([1] * 65, [4097], [-1], [True], ["1"], "12", {1: 2}, None)),
+        *(
+            (wrong, ())
+            for wrong in ([1] * 65, [4097], [1, -1], [True], [1.0], ["1"], [[1]], [10**4000], "12", {1: 2}, 7, None)
+        ),
     ],
 )
 def test_layers_are_told_only_where_they_can_be_some(told: object, layers: tuple[int, ...]) -> None:
@@ -157,6 +171,7 @@ def test_only_a_trusted_keys_signature_over_this_nonce_and_this_body_is_believed
         other.sign(nonce, body),
         ours.sign(new_nonce(), body),
         ours.sign(nonce, body + b" "),
+        f"{signature}!",
         "AAAA",
         "",
         "?",
@@ -187,7 +202,10 @@ def test_an_agents_keys_come_from_its_environment_or_a_file(signers: list[Signin
         ("", "none is given"),
         (" , ", "none is given"),
         ("@/nowhere", "cannot be read"),
-        *((bad, "not the base64 of an Ed25519") for bad in ("AAAA", "not base64!", f"{signers[0].public},x")),
+        *(
+            (bad, "not the base64 of an Ed25519")
+            for bad in ("AAAA", "not base64!", f"{signers[0].public},x", f"{signers[0].public}!")
+        ),
         (signers[0].public[:-1] + "\u00e9", "not the base64 of an Ed25519"),
     ):
         with pytest.raises(ValueError, match=f"public keys: .*{fault}"):
