@@ -69,6 +69,7 @@ def variance(accepted: Sequence[int], rounds: int) -> float:
     [
         [0, 60, 0, 60, 0, 60, 0, 60],  # neighbours unlike: taken as independent
         [10, 70, 90, 20, 60, 50, 80, 30],
+        [20, 40, 70, 80, 60, 30, 50, 20],  # somewhat alike
         [5, 15, 30, 50, 70, 90, 95, 100],  # alike
         [0] * 30 + [100] * 30,  # more alike than is believed
         [0, 100, 20, 80],  # as few as are measured
@@ -82,8 +83,8 @@ def test_the_variance_of_clustered_rounds_is_that_of_their_blocks(accepted: list
 @pytest.mark.parametrize(
     ("accepted", "factor"),
     [
-        ([50] * 8, 1.0),  # blocks that do not differ: no less than that of independent rounds
-        ([40, 60, 50], 4.0),  # too few blocks to measure
+        ([40] * 8, 1.0),  # blocks that do not differ: no less than that of independent rounds
+        ([30, 60, 45], 4.0),  # too few blocks to measure
     ],
 )
 @pytest.mark.parametrize("counted", [True, False])
@@ -113,6 +114,7 @@ def test_blocks_are_closed_when_they_have_their_rounds_and_the_rest_joins_the_la
     assert [block.rounds for block in blocks(threes, 6)] == [6, 8]
     assert blocks(threes, 6)[1].accepted_tokens == 3
     assert [block.rounds for block in blocks(threes[3:], 6)] == [5]
+    assert [block.rounds for block in blocks([part(3, 1)] * 7, 6)] == [6, 6, 9]
     assert blocks([], 6) == []
 
 
@@ -160,7 +162,7 @@ def error_of_change(before: Sequence[float], trial: Sequence[float], looks: Sequ
     return _student_99(counts_for) * math.sqrt(measured)
 
 
-@pytest.mark.parametrize(
+BEFORE = pytest.mark.parametrize(
     "before",
     [
         [3.0],
@@ -169,6 +171,18 @@ def error_of_change(before: Sequence[float], trial: Sequence[float], looks: Sequ
         [2.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 3.0],  # a change that shows over several stretches
     ],
 )
+
+
+@BEFORE
+def test_the_error_of_a_change_is_measured_at_each_look(before: list[float]) -> None:
+    canary = counting(CanaryRule(rounds=8000, patience=4.0), before)
+    canary.loaded("b", exempt=False)
+    for many in (1, 2, 4):
+        expected = error_of_change(before, [], [look for look in (1, 2, 4) if look <= many])
+        assert canary._error_of_change(many) == pytest.approx(expected)
+
+
+@BEFORE
 def test_a_trial_fails_at_a_look_where_it_is_lower_by_more_than_alpha_changes_by_itself(before: list[float]) -> None:
     """Blocks are alike, and many: their variance is far below the changes between stretches."""
     rule, outcomes = CanaryRule(rounds=8000, patience=4.0), set()
@@ -244,12 +258,27 @@ def test_what_is_kept_is_bounded_and_idle_scrapes_add_nothing() -> None:
     assert [len(found) for _, found in kept["changes"]] == [32, 32, 32]
     assert [len(stretch) for stretch in kept["done"]] == [8] * 8  # two times the longest look, in eight blocks each
     assert [(one["rounds"], one["by_prompt"]) for one in kept["begun"]] == [(1, {})]
+    canary.loaded("b", exempt=False)
+    for _ in range(100):
+        canary.count("b", Counts(window_seconds=1.0), now=1.0)
+    assert canary.dump(1.0)["counts"]["begun"] == []
     verdict = judged(canary, 3.0)
     assert verdict is not None
     assert verdict.passed
     kept = canary.dump(1.0)["baseline"]  # of b: the changes of before go on, the stretches do not
     assert [len(found) for _, found in kept["changes"]] == [32, 32, 32]
     assert len(kept["done"]) == 1
+    again = Canary(rule)
+    again.restore(json.loads(json.dumps(canary.dump(1.0))), 1.0)
+    for _ in range(100):
+        again.count("b", part(16, 32), now=1.0)
+    assert [len(found) for _, found in again.dump(1.0)["baseline"]["changes"]] == [32, 32, 32]
+    for rounds in (8, 80):
+        canary = Canary(CanaryRule(rounds=rounds))
+        canary.loaded("a", exempt=False)
+        for _ in range(rounds):
+            canary.count("a", part(1, 1), now=0.0)
+        assert [len(stretch) for stretch in canary.dump(1.0)["baseline"]["done"]] == [8]
 
 
 # --- which version is on trial
@@ -383,6 +412,11 @@ def test_sides_of_other_depths_are_compared_by_first_drafts_where_those_are_know
         (shallow, deep, ((shallow,), tuple(as_first))),
         (deep, shallow, (tuple(as_first), (shallow,))),
         (dead, deep, ((Counts(100, 100, 0, (0,), None, 1.0),), tuple(as_first))),
+        (
+            part(100, 60, (60,), depth=1),
+            Counts(100, 106, 60, (58, 2), None, 1.0),
+            ((shallow,), (Counts(100, 100, 58, (58,), None, 1.0),)),
+        ),
         (silent, deep, None),
         (deep, silent, None),
     ):
@@ -395,6 +429,7 @@ def test_sides_of_other_depths_are_compared_by_first_drafts_where_those_are_know
     [
         (1, 3, 2.176, 1.6),  # replay is of the full depth: 1 + 0.6 + 0.36 + 0.216
         (3, 1, 2.176, 1.6),
+        (1, 2, 1.96, 1.6),
         (1, 3, 3.5, 1.7),  # the engine's own count is lower
         (1, 1, 1.5, 1.5),  # no deeper draft was ever made: as it is
         (3, 3, 2.0, 2.0),
@@ -416,3 +451,13 @@ def test_what_replay_says_is_compared_at_the_depth_of_both_sides(
     assert verdict is not None
     assert verdict.previous_alpha == pytest.approx(previous)
     assert verdict.alpha == pytest.approx(2.8 if trial_depth == before_depth == 3 else 1.7)
+
+
+def test_what_replay_says_stays_as_it_is_where_no_positions_are_counted() -> None:
+    canary = Canary(CanaryRule(rounds=100, patience=1.0))
+    canary.loaded("a", exempt=False)
+    canary.count("a", part(100, 70, depth=1), now=0.0)
+    canary.loaded("b", exempt=False, replayed=1.5)
+    verdict = canary.count("b", part(100, 60, depth=1), now=1.0)
+    assert verdict is not None
+    assert verdict.previous_alpha == 1.5
