@@ -310,7 +310,7 @@ def test_rounds_of_another_version_and_of_idle_scrapes_decide_nothing() -> None:
     canary.count("a", Counts(), now=50.0)  # nothing was counted: the baseline is as old as before
     canary.loaded("b", exempt=False)
     assert canary.count("c", part(400, 0), now=1.0) is None
-    assert canary.trial == "b"
+    assert (canary.good, canary.trial) == ("a", "b")
     assert canary.count("b", part(100, 0), now=60.5) is None
     assert (canary.good, canary.trial) == ("b", None), "the baseline was too old"
     assert canary.count("b", part(300, 900), now=61.0) is None

@@ -127,7 +127,7 @@ def test_pooled_rollouts_know_their_prompts_and_where_each_counts_none_is_told()
     assert groups is not None
     assert groups.tolist() == [0, 2, 1, 0, 3]
     assert pool.add(claim("a"), [replay([1.0])], [0]) is None
-    each = pool.add(claim("aa", by_prompt=False), [replay([7.0, 8.0])], [0, 1])
+    each = pool.add(claim("aa", by_prompt=False), [replay([7.0, 8.0])], [0, 1], alone=4)
     assert each is not None
     assert (each[0][0].rounds.tolist(), each[1]) == ([7, 8], None), "what waited was counted by prompt"
 
@@ -254,7 +254,7 @@ def test_the_chosen_version_is_asked_again_while_it_may_still_be_better(
 
 
 def test_a_training_is_whole_once_its_parts_are_and_waits_for_enough_rollouts() -> None:
-    found = Training(tested=9)
+    found = Training()
     assert (found.is_part, found.lacks(1)) == (False, False)
     found.add(2.0, 7, 0.5)
     assert (found.trained_to, found.seconds, found.done, found.tested, found.unjudged) == (7, 2.0, 0.5, 0, 1)
