@@ -127,7 +127,9 @@ def test_a_manifest_is_read_as_it_was_written() -> None:
     [
         *(({"alpha_served": value}, value) for value in (1.0, 1, 2.5)),
         *(({"alpha_served": value}, None) for value in (0.99, math.inf, math.nan, True, "2", None)),
-        *((other, None) for other in ({}, [2.0], None)),
+        ({}, None),
+        ([2.0], None),
+        (None, None),
     ],
 )
 def test_what_the_gate_replayed_is_taken_only_where_it_can_be_an_alpha(gate: object, alpha: float | None) -> None:

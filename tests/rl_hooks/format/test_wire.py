@@ -201,7 +201,7 @@ def at(begin: int, end: int, shape: list[int], dtype: str = "U8") -> dict[str, A
         ({"a": at(3, 0, [3])}, "a: data_offsets must be two ascending"),
         ({"a": {**at(0, 1, [1]), "data_offsets": [0, 1, 2]}}, "a: data_offsets must be two"),
         ({"a": {**at(0, 1, [1]), "more": 1}}, "a: must have exactly"),
-        ({"a": at(0, 1, [True])}, "a: shape must be"),  # type: ignore[list-item]
+        ({"a": at(0, 1, [True])}, "a: shape must be"),
         ({"a": at(0, 1, [1], "F64")}, "a: dtype 'F64' is not one of"),
         ({"a": 7}, "a: must have exactly"),
         ({"__metadata__": {"x": 1}}, "__metadata__: must map"),
@@ -236,7 +236,7 @@ def test_a_header_has_two_bytes_to_a_mebibyte_with_its_length_and_no_more_than_c
 
 
 def test_a_file_is_laid_out_aligned_and_read_back_as_it_was(tmp_path: Path) -> None:
-    arrays = {
+    arrays: dict[str, tuple[np.ndarray[Any, Any], str]] = {
         "bytes": (np.arange(3, dtype=np.uint8), "U8"),
         "wide": (np.arange(6, dtype=np.int64).reshape(2, 3), "I64"),
         "half": (np.arange(5, dtype=np.uint16)[::2], "BF16"),

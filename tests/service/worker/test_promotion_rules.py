@@ -91,8 +91,8 @@ def test_where_there_is_but_one_prompt_each_rollout_is_an_observation(
 def test_selected_rollouts_are_those_of_their_places_in_each_batch() -> None:
     batches: Any = (Batch(("a", "b", "c", "d")), Batch(("e", "f")), Batch(("g", "h", "i")))
     fresh = Fresh(batches, ((0, 2, 3), (1,), (0, 2)), {}, tuple("acdfgi"), tuple(range(6)), by_prompt=True)
-    assert [*fresh.select([5, 1, 0])] == [("a", "c"), ("i",)]
-    assert [*fresh.select([3])] == [("f",)]
+    found: list[object] = [*fresh.select([5, 1, 0]), *fresh.select([3])]
+    assert found == [("a", "c"), ("i",), ("f",)]
     assert fresh.select([]) == []
 
 
@@ -149,7 +149,7 @@ def test_a_fall_is_three_standard_errors_below_the_level_which_follows_slowly() 
     level = Level()
     assert level.to_json() is None
     level.take(shifted(0.0), None)
-    assert (level.mean, level.variance, level.fallen) == (pytest.approx(centre), pytest.approx(error**2), False)
+    assert [level.mean, level.variance, level.fallen] == pytest.approx([centre, error**2, False])
     assert Level(**level.to_json() or {}) == level
     bound = 3.0 * math.sqrt(1.25) * error  # of the claim itself, and of a level that has an error too
     for part, fallen in ((0.999, False), (1.001, True)):
@@ -159,7 +159,7 @@ def test_a_fall_is_three_standard_errors_below_the_level_which_follows_slowly() 
         change = -part * bound
         mean, variance = (centre + change, error**2) if fallen else (centre + change / 4, 0.0)
         variance = variance or error**2 + (change**2 - error**2) / 4
-        assert (found.mean, found.variance) == (pytest.approx(mean), pytest.approx(variance))
+        assert [found.mean, found.variance] == pytest.approx([mean, variance])
     found.take(shifted(1.0), None)
     assert found.fallen, "until the archive was asked"
     restless = Level(centre, (4 * error) ** 2)
