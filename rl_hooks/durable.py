@@ -55,7 +55,7 @@ def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
         temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            temporary.unlink()
         raise
     if durable:
         sync(path.parent)

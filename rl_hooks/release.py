@@ -16,7 +16,6 @@ a new nonce with every long poll, and believes no answer whose signature does no
 from __future__ import annotations
 
 import base64
-import binascii
 import errno
 import hashlib
 import json
@@ -62,7 +61,7 @@ def check_receipt(directory: Path) -> None:
             return
         raise DigestError(f"{directory / RECEIPT} cannot be read, so its drafter is not loaded: {error}") from error
     try:
-        named = {str(name): str(digest) for name, digest in json.loads(text)["sha256"].items()}
+        named = json.loads(text)["sha256"]
         other = [f"{name} has other bytes" for name, digest in named.items() if sha256_of(directory / name) != digest]
         if len(named) < 2:
             other = [f"{RECEIPT} must name config and model, and cannot be read so"]
@@ -189,8 +188,9 @@ def layers_of(value: object) -> tuple[int, ...]:
 
 def _replayed_alpha(gate: object) -> float | None:
     value = gate.get("alpha_served") if isinstance(gate, dict) else None
-    known = isinstance(value, (int, float)) and not isinstance(value, bool) and 1.0 <= value < math.inf
-    return float(value) if known and value is not None else None
+    if isinstance(value, int | float) and not isinstance(value, bool) and 1.0 <= value < math.inf:
+        return float(value)
+    return None
 
 
 def _offered_file(entry: object) -> OfferedFile:
@@ -294,7 +294,7 @@ class PublicKeys:
             try:
                 raw = base64.b64decode(name, validate=True)
                 ed25519.Ed25519PublicKey.from_public_bytes(raw)
-            except (binascii.Error, ValueError):
+            except ValueError:
                 raise ValueError(
                     f"public keys: {name[:60]!r} is not the base64 of an Ed25519 public key (44 characters), as "
                     "`draftalign keygen` prints it; @FILE reads them from a file"
@@ -320,7 +320,7 @@ class PublicKeys:
 
         try:
             given = base64.b64decode(signature, validate=True)
-        except (binascii.Error, ValueError):
+        except ValueError:
             given = b""
         for raw in self.raw:
             try:

@@ -296,7 +296,8 @@ def check_index(
     T = header.tokens
     if T == 0:
         raise WireError("input_ids", "holds no tokens")
-    if cu_seqlens[0] != 0 or cu_seqlens[-1] != T or bool((np.diff(cu_seqlens) < 2).any()):
+    steps = np.diff(cu_seqlens.astype(np.int64))  # in 32 bits a difference may wrap around
+    if cu_seqlens[0] != 0 or cu_seqlens[-1] != T or bool((steps < 2).any()):
         raise WireError("cu_seqlens", f"must ascend from 0 to {T} in steps of at least 2 tokens")
     if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size:
         bad = input_ids[(input_ids < 0) | (input_ids >= vocab_size)][0]

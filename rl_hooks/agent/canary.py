@@ -309,7 +309,7 @@ def _at_common_depth(
 ) -> tuple[Sequence[Counts], Sequence[Counts]] | None:
     """Both sides, at a depth of 1 if their depths differ; None if that needs positions which were not counted."""
     sides = trials, baselines
-    depths = [total.drafted_tokens / max(total.rounds, 1) for total in map(_total, sides)]
+    depths = [total.drafted_tokens / total.rounds for total in map(_total, sides)]
     if max(depths) <= (1 + _SAME_DEPTH) * min(depths):
         return sides
     if not all(part.accepted_per_position or not part.accepted_tokens for side in sides for part in side):

@@ -146,8 +146,8 @@ class RivalClient:
 
     def took(self, now: float, *, others: bool) -> None:
         """Note a swap by the agent. `others`: it replaced a drafter that is not of the agent's run."""
-        if not self.turns:
-            self.younger = self.younger or (self._took_at is None and others)
+        if self._took_at is None:
+            self.younger = others
         self._took_at = now
 
     def undone(self, now: float) -> None:

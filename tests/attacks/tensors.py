@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from helpers.service.service_fixtures import VOCAB, i32, rollout_tensors
+from helpers.service.service_fixtures import VOCAB, i32, rollout_file, rollout_tensors
 
 from attacks.making import Attack, attack, mask, tensor
 from rl_hooks import wire
@@ -148,6 +148,15 @@ def boundaries_beyond_the_tokens() -> Attack:
 @attack
 def boundaries_that_wrap_around() -> Attack:
     return Attack(422, "cu_seqlens", tensor(cu_seqlens=i32(0, -(1 << 31), 11)))
+
+
+@attack
+def boundaries_that_wrap_around_and_come_back() -> Attack:
+    """Each step is of two tokens or more, in the arithmetic of their own 32 bits."""
+    boundaries = i32(0, (1 << 31) - 1, 1 - (1 << 31), 0, 11)
+    return Attack(
+        422, "cu_seqlens", rollout_file(("a", "b", "c", "d"), lengths=(6, 5), tensors={"cu_seqlens": boundaries})
+    )
 
 
 @attack

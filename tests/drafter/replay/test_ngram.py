@@ -105,12 +105,21 @@ def test_a_text_without_repetition_takes_one_round_per_token() -> None:
 
 
 def test_rollouts_do_not_see_each_other_and_rounds_restart_after_a_tool_call() -> None:
-    first, second = ([1, 2, 3, 1, 2, 3], "...xxx"), ([7, 1, 2, 3, 7, 1, 2, 3], ".xx...xx")
-    both = ngram_replay(batch_of(first, second), depth=2)
-    alone = ngram_replay(batch_of(second), depth=2)
-    assert both.rounds[1] == alone.rounds[0]
-    assert both.tokens.tolist() == [2, 2]
-    assert both.rounds.tolist() == [1, 2]
+    rollouts = [
+        ([1, 2, 3, 1, 2, 3, 1, 9, 1, 2], "...xxxxxxx"),
+        ([7, 1, 2, 3, 7, 1, 2, 3], ".xx...xx"),
+        ([5, 5, 5, 5, 9, 5, 5, 5], "..xxxxxx"),
+        ([1, 2, 3, 4], ".xxx"),
+    ]
+    together, alone = (
+        ngram_replay(batch_of(*rollouts), depth=2),
+        [ngram_replay(batch_of(one), depth=2) for one in rollouts],
+    )
+    for name in ("tokens", "rounds", "accepted", "reached"):
+        parts = [getattr(one, name) for one in alone]
+        np.testing.assert_array_equal(getattr(together, name), np.concatenate(parts), name)
+    assert together.tokens.tolist() == [6, 2, 5, 2]
+    assert together.rounds.tolist() == [4, 2, 4, 2]
 
 
 def test_a_response_of_one_token_has_no_round() -> None:

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from helpers.engine.agent_fixtures import Engine, Service, eventually, mtp_bytes, running_agent, settle
 
-from rl_hooks.errors import ManifestError
-from rl_hooks.release import parse_manifest
 from rl_hooks.wire import MappedFile
 
 
@@ -90,9 +88,3 @@ def test_an_incomplete_module_never_reaches_an_engine(service: Service, engine: 
         eventually(lambda: agent.metrics.registry.get_sample_value("draftalign_agent_errors_total", labels))
         settle(engine)
     assert engine.swapped == []
-
-
-def test_a_kind_that_this_agent_does_not_know_is_refused(service: Service) -> None:
-    service.publish(1, kind="medusa")
-    with pytest.raises(ManifestError, match=r"kind: expected eagle3 or mtp, got 'medusa'; update this agent"):
-        parse_manifest(service.manifest, "default")

@@ -26,10 +26,11 @@ from rl_hooks.agent.process import (
     between,
     dump_release,
     load_release,
+    rejected_in,
 )
 from rl_hooks.engines.counters import Counts, Snapshot
 from rl_hooks.engines.protocol import EngineState, SwapEngine
-from rl_hooks.release import Release, layers_of, parse_manifest
+from rl_hooks.release import Release, parse_manifest
 
 
 def release(number: int, sequence: int | None = None, reason: str = "published", **changes: Any) -> Release:
@@ -81,8 +82,14 @@ def test_a_version_on_trial_stays_where_the_engine_refuses_a_newer_one() -> None
 
 
 def test_a_choice_comes_back_from_its_dump() -> None:
-    choice = ReleaseChoice(5, release(4), {"bad": 3})
+    choice = ReleaseChoice(5, release(4, gate={"alpha_served": 2.5}, override_canary=True), {"bad": 3})
+    assert choice.fallback is not None
+    assert choice.fallback.manifest.replayed_alpha == 2.5
     assert ReleaseChoice.restore(json.loads(json.dumps(choice.dump()))) == choice
+    damaged = {"rejected": {"good": 1, "said": "1", "flag": True}}
+    assert rejected_in(damaged) == {"good": 1}
+    assert rejected_in({"rejected": ["v1"]}) == rejected_in({}) == {}
+    assert choice.judged(verdict(release(6), passed=False), None) == 5, "nothing is known of how it was offered"
     assert load_release(dump_release(None)) is None
 
 
@@ -96,6 +103,15 @@ def test_a_choice_comes_back_from_its_dump() -> None:
         ({}, {"config_fingerprint": "engine's"}, "other sizes than"),
         ({}, {"config_fingerprint": "engine's", "d2t_sha256": "engine's"}, "it has another draft vocabulary than"),
         ({}, {"config_fingerprint": "engine's", "aux_layers": (1, 3)}, "other layers (2,4,5; the engine's: 1,3) than"),
+        (
+            {"d2t_sha256": "other"},
+            {"aux_layers": (1, 3)},
+            "it has another draft vocabulary and other layers (2,4,5; the engine's: 1,3) than",
+        ),
+        ({"d2t_sha256": "other"}, {"aux_layers": (2, 4, 5)}, "it has another draft vocabulary than"),
+        ({"d2t_sha256": "other", "aux_layers": ()}, {"aux_layers": (1, 3)}, "it has another draft vocabulary than"),
+        ({"config_fingerprint": "other"}, {}, "`draftalign download DIR --run default`, then DIR as"),
+        ({"config_fingerprint": "other", "kind": "mtp"}, {"takes": "mtp"}, "cannot change. Restart the engine"),
         ({}, {"d2t_sha256": "said in another way", "aux_layers": (1, 3)}, None),
     ],
 )
@@ -108,6 +124,14 @@ def test_a_process_takes_only_what_fits_the_drafter_that_it_took(
     offered = replace(loaded, manifest=replace(loaded.manifest, **changes))  # type: ignore[arg-type]
     found = process.misfit(offered, replace(EngineState(loaded.version, True, 1), **state))
     assert found == fault if fault is None else fault in str(found)
+
+
+def test_of_a_process_that_has_taken_nothing_only_its_own_word_is_known() -> None:
+    offered, said = release(1), EngineState("x", True, 0)
+    assert EngineProcess().misfit(offered, said) is None
+    assert EngineProcess().misfit(offered, replace(said, config_fingerprint="fingerprint")) is None
+    fault = EngineProcess().misfit(offered, replace(said, config_fingerprint="other"))
+    assert "another draft vocabulary, other sizes or other layers than the drafter" in str(fault)
 
 
 def scrape(rounds: int) -> Snapshot:
@@ -125,6 +149,30 @@ def test_a_restart_is_seen_by_counters_that_fell_or_by_fewer_swaps() -> None:
     assert seen.look(None, EngineState("a", True, 1), 5.0).restarted
     assert not seen.look(scrape(0), EngineState("a", True, 1), 6.0).restarted
     assert Seen.restore(json.loads(json.dumps(seen.dump())), 6.0).known == LoadedVersion("a", 1)
+
+
+def test_counts_by_version_end_with_their_agent_and_show_no_restart_when_they_fall() -> None:
+    seen, state = Seen(0.0), EngineState("a", True, 2, policy_version=7)
+    exact = (("a", 7, Counts(10, 30, 10)),)
+    seen.look(replace(scrape(10), exact=exact, policy_version=8), state, 1.0)
+    assert seen.snapshot is not None
+    assert seen.snapshot.policy_version == 8, "its own word comes before the state's"
+    assert not seen.look(replace(scrape(5), exact=exact), state, 2.0).restarted
+    assert not seen.look(None, state, 3.0).restarted
+    assert not seen.look(scrape(1), state, 4.0).restarted, "there was no scrape before"
+
+
+@pytest.mark.parametrize("snapshot", [None, Snapshot(Counts(4, 12, 4, (4,), None), 7, exact=(("a", 7, Counts(4)),))])
+@pytest.mark.parametrize("known", [None, LoadedVersion("a", 2), LoadedVersion(None, 0)])
+def test_what_was_seen_comes_back_from_its_dump(known: LoadedVersion | None, snapshot: Snapshot | None) -> None:
+    seen = Seen(5.0, known, snapshot, life="mark")
+    assert Seen.restore(json.loads(json.dumps(seen.dump())), 5.0) == seen
+    since = seen.look(scrape(1), EngineState("b", True, 9, life="mark"), 6.0)
+    assert since.version == (known and known.version)
+    assert [str(LoadedVersion("a", 2)), str(LoadedVersion(None, 0))] == [
+        "a (after 2 swaps)",
+        "one without a name (after 0 swaps)",
+    ]
 
 
 @pytest.mark.parametrize("in_state", [False, True])
@@ -194,13 +242,16 @@ def test_the_engine_does_each_of_two_requests_whose_answers_were_lost(restarted:
     assert not process.repeated(second, LoadedVersion(wanted.version, 4)), "nobody asked here for a third"
 
 
-@pytest.mark.parametrize(
-    "said", [None, "1,2", 7, {"a": 1}, [True], [1.0], ["1"], [-1], [10**4000], [1] * 65, [[1]], [None]]
-)
-def test_layers_that_are_none_are_not_told(said: object) -> None:
-    """An engine or a service may answer anything; the layers stand in messages only."""
-    assert layers_of(said) == ()
-    assert layers_of([2, 18, 33]) == (2, 18, 33)
+def test_only_swaps_that_the_agent_asked_for_are_its_own() -> None:
+    process, now = EngineProcess(), LoadedVersion("other", 2)
+    process.asks(release(2))
+    assert not process.repeated(None, now)
+    assert not process.repeated(now, None)
+    assert not process.repeated(LoadedVersion("other", 1), now), "the agent asked for another version"
+    assert process.unseen_swaps == 1
+    process.did_nothing()
+    assert (process.pending, process.unseen_swaps) == (None, 0)
+    assert not process.repeated(LoadedVersion(release(2).version, 1), LoadedVersion(release(2).version, 2))
 
 
 def test_of_two_clients_that_undo_each_other_the_younger_one_goes_first() -> None:
@@ -216,6 +267,29 @@ def test_of_two_clients_that_undo_each_other_the_younger_one_goes_first() -> Non
         younger.undone(now + 1)
         turns, now = turns + 1, now + 2
     assert (turns, elder.lost, younger.lost) == (3, False, True)
+
+
+def test_a_turn_is_a_swap_that_is_undone_within_five_minutes_and_one_that_lasts_ends_the_contest() -> None:
+    contest = RivalClient()
+    contest.undone(0.0)
+    assert contest.turns == 0, "the agent has swapped nothing yet"
+    for turn in range(4):
+        contest.took(1000.0 * turn, others=turn > 0)  # there was no other client's drafter before the first
+        contest.undone(1000.0 * turn + 300.0)
+        assert (contest.turns, contest.lost) == (turn + 1, False)
+    contest.took(5000.0, others=True)
+    contest.undone(5300.1)
+    assert contest.turns == 0
+    younger = RivalClient()
+    for turn in range(3):
+        assert not younger.lost
+        younger.took(float(turn), others=turn == 0)
+        younger.undone(float(turn))
+    assert younger.lost
+    elder = RivalClient(turns=4)
+    elder.took(0.0, others=False)
+    elder.undone(1.0)
+    assert elder.lost
 
 
 def test_a_person_who_swaps_now_and_then_is_no_contest() -> None:

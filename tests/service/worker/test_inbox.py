@@ -16,9 +16,13 @@ from helpers.worker.worker_fixtures import VOCAB, Bench
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from drafter.batch import load_batch
+from drafter.device import is_out_of_memory
+from drafter.errors import BatchRejected, DrafterError
 from drafter.training.trainer import DrafterTrainer
+from rl_hooks.wire import WireError
+from service.errors import BlobDamaged, ObjectStoreError
 from service.storage.queue.deliveries import MAX_DELIVERIES, Entry, RolloutQueue
-from service.worker.inbox import RECENT_BATCHES, ArrivedVersions, Inbox, Loaded, Phase
+from service.worker.inbox import MEMORY_TRIES, RECENT_BATCHES, ArrivedVersions, Inbox, Loaded, Phase
 from service.worker.learner import Learner
 from service.worker.recent import RecentRollouts
 
@@ -181,6 +185,108 @@ def test_an_unreadable_file_is_left_to_its_idle_time_and_not_counted(
     assert inbox.held == ()
     assert inbox.redeliver() == [], "not at once"
     assert deliveries(opened(bench)) == [1]
+
+
+CUDA = RuntimeError("CUDA error: device-side assert triggered")
+#: What loading a batch may raise, and what follows: the batch's code where it is dead, `put off`, or `raised`.
+FATES: list[tuple[Exception, str]] = [
+    (FileNotFoundError(2, "gone"), "blob_missing"),
+    (BlobDamaged("other bytes"), "blob_damaged"),
+    (WireError("input_ids", "wrong"), "unusable"),
+    (BatchRejected("all of it is NaN"), "unusable"),
+    (ValueError("a bug that this batch brings out"), "unusable"),
+    (OSError(5, "Input/output error"), "put off"),
+    (OSError(12, "Cannot allocate memory"), "put off"),
+    (MemoryError(), "put off"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "put off"),
+    (RedisConnectionError("away"), "raised"),
+    (ObjectStoreError("away"), "put off"),
+    (DrafterError("it does not fit"), "raised"),
+    (CUDA, "raised"),
+]
+
+
+@pytest.mark.parametrize(("error", "fate"), FATES, ids=lambda one: f"{one}"[:30])
+def test_a_batch_that_cannot_be_loaded_dies_is_put_off_or_is_not_to_blame(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception, fate: str
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise error
+
+    bench.begin()
+    inbox = Inbox(bench.settings, bench.layout, bench.queue, VOCAB, ends_for_memory=lambda: False)
+    batch = bench.post("a")
+    monkeypatch.setattr("service.worker.inbox.load_batch", failing)
+    if fate == "raised":
+        with pytest.raises(type(error)):
+            new(inbox)
+        assert (len(inbox.held), bench.state(batch)) == (1, "queued")
+        return
+    assert new(inbox) == []
+    assert inbox.held == ()
+    short = is_out_of_memory(error)
+    if fate == "put off":
+        assert (bench.state(batch), len(inbox.put_off), inbox.short_of_memory) == ("queued", 1, short)
+        assert deliveries(opened(bench)) == [1]
+    else:
+        assert (bench.state(batch), bench.code(batch), inbox.put_off) == ("dead", fate, [])
+        assert len(bench.spooled()) == 1, "its file is kept"
+        assert bench.reason(batch)
+
+
+def test_memory_that_runs_out_ends_a_batch_after_many_tries_or_is_raised(
+    bench: Bench, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = bench.post("a")
+    (loaded,) = new(inbox)
+    with pytest.raises(MemoryError):
+        inbox.fail(loaded.entry, MemoryError(), "cannot be scored")
+    patient = Inbox(bench.settings, bench.layout, bench.queue, VOCAB, ends_for_memory=lambda: False)
+    for tries, state in ((MEMORY_TRIES - 1, "queued"), (MEMORY_TRIES, "dead")):
+        monkeypatch.setattr(RolloutQueue, "memory_ran_out", lambda *_, tries=tries: tries)
+        patient.fail(loaded.entry, MemoryError("40 GiB"), "cannot be scored")
+        assert bench.state(batch) == state
+    assert "memory ran out 60 times, so it cannot be scored; raise the memory" in bench.reason(batch)
+    assert "MemoryError: 40 GiB" in bench.reason(batch)
+
+
+@pytest.mark.parametrize(("lag", "ends"), [(2, ["skipped", "queued", "queued"]), (None, ["queued"] * 3)])
+def test_a_batch_of_a_policy_that_is_too_old_is_skipped_and_its_file_deleted(
+    bench: Bench, lag: int | None, ends: list[str]
+) -> None:
+    bench.begin()
+    settings = bench.settings.model_copy(update={"claim_tokens": 10_000, "max_policy_lag": lag})
+    inbox = Inbox(settings, bench.layout, bench.queue, VOCAB)
+    batches = [bench.post(f"v{version}", policy_version=version) for version in (4, 5, 7)]
+    assert not inbox.redeliver()
+    found = inbox.load(inbox.claim())
+    assert [bench.state(batch) for batch in batches] == ends
+    assert [loaded.entry.policy_version for loaded in found] == [4, 5, 7][ends.count("skipped") :]
+    assert len(bench.spooled()) == len(found)
+    if lag is not None:
+        assert bench.reason(batches[0]) == "3 policy versions old; limit 2"
+
+
+def test_beyond_the_most_tokens_the_oldest_batches_that_wait_are_passed_over(
+    bench: Bench, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = [bench.post(name) for name in "abcd"]
+    loaded = new(inbox)
+    tokens = loaded[0].batch.tokens
+    monkeypatch.setattr("service.worker.inbox._MOST_WAITING_TOKENS", 2 * tokens)
+    inbox.wait(loaded[:2])
+    assert inbox.waiting == 2
+    inbox.wait(loaded[2:])
+    assert [bench.state(batch) for batch in batches] == ["skipped", "skipped", "queued", "queued"]
+    assert (inbox.waiting, len(bench.spooled())) == (2, 2)
+    assert "while the draft vocabulary was gathered" in bench.reason(batches[0])
+    monkeypatch.setattr(RolloutQueue, "was_refused", lambda _: True)
+    inbox.wait([])
+    assert [bench.state(batch) for batch in batches[2:]] == ["skipped", "queued"], "all that fills the queue waits here"
+    monkeypatch.setattr("service.worker.inbox._MOST_WAITING_TOKENS", 0)
+    monkeypatch.setattr(RolloutQueue, "was_refused", lambda _: False)
+    inbox.wait([])
+    assert inbox.waiting == 1, "the newest stays, however long it is"
 
 
 def test_an_orderly_stop_counts_neither_what_waits_nor_what_is_done(bench: Bench, inbox: Inbox) -> None:
