@@ -126,7 +126,8 @@ class Worker:
                     if not self._turn():
                         self._pause(_IDLE_SECONDS)
                 except RedisError as error:
-                    log.warning("Redis %s; trying again", why_unusable(error) or f"does not answer ({error})")
+                    why = f"answers {error}" if isinstance(error, ResponseError) else f"does not answer ({error})"
+                    log.warning("Redis %s; trying again", why_unusable(error) or why)
                     self._pause(_RETRY_SECONDS)
                 except OSError as error:
                     log.error("%s; nothing was acknowledged, trying again", error)
