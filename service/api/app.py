@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import errno
 import functools
 import gc
 import hashlib
@@ -191,6 +192,8 @@ async def readyz(context: Context) -> Status:
     if free < least:
         found = f"{in_units(free)} are free on the spool's disk; at least {in_units(least)} must be"
         raise Problem(503, "spool-low", f"{found} (DRAFTALIGN_SPOOL_MIN_FREE_BYTES)", headers={"Retry-After": "10"})
+    if not context.disk.spool.takes_files():
+        raise OSError(errno.ENOSPC, "no inode is free")
     return Status(status="ready")
 
 

@@ -221,7 +221,10 @@ def as_problem(error: Exception) -> Problem:
             kind = HTTPStatus(error.status_code).phrase.lower().replace(" ", "-")
             return Problem(error.status_code, kind, str(error.detail), headers=error.headers)
         case OSError() if error.errno in _DISK:
-            return Problem(503, "disk", f"the service cannot use its files: {os.strerror(error.errno)}")
+            what = f"the service cannot use its files: {os.strerror(error.errno)}"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                what += "; make room on the state directory's disk: bytes, or files where `df -i` shows none free"
+            return Problem(503, "disk", what)
         case ClientDisconnect():
             return Problem(400, "client-left", "the client left before the end of the body; nothing was kept")
         case _:

@@ -263,5 +263,5 @@ def why_unusable(error: Exception) -> str | None:
             what = _NOT_ALLOWED
         case ResponseError():
             what = next((found for said, found in _ANSWERS.items() if said in str(error)), None)
-    said = str(error).partition(". ")[0]  # some go on with a paragraph of advice
+    said = str(error).partition(". ")[0].rstrip(".")  # some go on with a paragraph of advice
     return None if what is None else f"{what[0]} ({said}); {what[1]}"

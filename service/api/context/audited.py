@@ -97,7 +97,7 @@ class AuditedCall:
             return "the audit log cannot be written, so nothing was done; the service's log has the cause"
         return (
             "the state directory's disk is full: the audit log cannot be written, so nothing was done; free 1 MiB on "
-            "it, and ask again"
+            "it, or an inode (df -i), and ask again"
         )
 
 

@@ -6,6 +6,7 @@ worker. One that was delivered more than `MAX_DELIVERIES` times becomes a dead l
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ class RolloutQueue:
         entries: list[Entry] = []
         tokens = 0
         stale = self._stale(consumer, min_idle_seconds)
-        try:
+        with self._group_made_again():
             while tokens < max_tokens:
                 entry = next(stale, None) or self._claim_new(consumer)
                 if entry is None:
@@ -133,10 +134,6 @@ class RolloutQueue:
                 tokens += entry.tokens
                 if entry.suspect:
                     break
-        except ResponseError as error:
-            if "NOGROUP" not in str(error):
-                raise
-            self.ensure_group()  # the server was emptied meanwhile
         return entries
 
     def own_pending(self, consumer: str, skip: Collection[str] = ()) -> list[Entry]:
@@ -148,14 +145,10 @@ class RolloutQueue:
         entries: list[Entry] = []
         last = ""
         while True:
-            try:
+            pending: list[Any] = []
+            with self._group_made_again():
                 after = f"({last}" if last else "-"
                 pending = self._redis.xpending_range(self._keys.queue, GROUP, after, "+", 1, consumername=consumer)
-            except ResponseError as error:
-                if "NOGROUP" not in str(error):
-                    raise
-                self.ensure_group()  # the server was emptied meanwhile
-                return entries
             if not pending:
                 return entries
             if entries and int(pending[0]["times_delivered"]) >= MAX_DELIVERIES - 1:
@@ -176,16 +169,12 @@ class RolloutQueue:
 
     def heartbeat(self, consumer: str, entry_ids: Sequence[str]) -> list[str]:
         """Reset the idle time of entries; returns those still held. Other consumers have claimed the rest."""
-        if not entry_ids:
-            return []
-        return [text(i) for i in self._heartbeat(keys=[self._keys.queue], args=[GROUP, consumer, "", *entry_ids])]
+        return self._beat(consumer, "", entry_ids) if entry_ids else []
 
     def release(self, consumer: str, entries: Sequence[Entry]) -> None:
         """Take this delivery back from the count of each entry, e.g. before an orderly stop."""
         for entry in entries:
-            self._heartbeat(
-                keys=[self._keys.queue], args=[GROUP, consumer, max(0, entry.deliveries - 1), entry.entry_id]
-            )
+            self._beat(consumer, max(0, entry.deliveries - 1), [entry.entry_id])
 
     def memory_ran_out(self, entry: Entry, pause_seconds: float) -> int:
         """Count that memory ran out for a batch; returns the count so far, of all workers that had it.
@@ -237,6 +226,22 @@ class RolloutQueue:
             found += [entry.policy_version_max for entry in entries if not entry.belated]
             newest = f"({entries[-1].entry_id}"
         return max(found[:16], default=None)
+
+    @contextlib.contextmanager
+    def _group_made_again(self) -> Iterator[None]:
+        """Make the consumer group again where Redis was emptied: nothing is pending in it, and nothing held."""
+        try:
+            yield
+        except ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            self.ensure_group()
+
+    def _beat(self, consumer: str, deliveries: int | str, entry_ids: Sequence[str]) -> list[str]:
+        held: list[Any] = []
+        with self._group_made_again():
+            held = self._heartbeat(keys=[self._keys.queue], args=[GROUP, consumer, deliveries, *entry_ids])
+        return [text(entry_id) for entry_id in held]
 
     def _end(
         self,

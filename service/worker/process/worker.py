@@ -62,6 +62,8 @@ log = logging.getLogger("draftalign.worker")
 
 _IDLE_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
+#: Pause between two log lines of the same trouble with Redis, which is met again twice a second.
+_TOLD_SECONDS = 60.0
 #: Pause after an error of the disk; twice as long after each further one in a row, up to `REFUSED_SECONDS`.
 _DISK_SECONDS = 5.0
 #: Pause between two looks for runs. A look begins with calls to the file system for each run, which take long on a
@@ -117,6 +119,7 @@ class Worker:
         """Work until `stop`. While Redis is away it waits, and loses nothing."""
         with self._layout.followed(), self._heartbeat.beating():
             returned = time.monotonic()
+            told: dict[str, float] = {}  # what was logged of Redis, and when
             while not self._stopping:
                 if time.monotonic() - returned > RETURN_MEMORY_SECONDS:
                     return_freed_memory()
@@ -126,7 +129,12 @@ class Worker:
                     if not self._turn():
                         self._pause(_IDLE_SECONDS)
                 except RedisError as error:
-                    log.warning("Redis %s; trying again", why_unusable(error) or f"does not answer ({error})")
+                    why = f"answers {error}" if isinstance(error, ResponseError) else f"does not answer ({error})"
+                    why, now = why_unusable(error) or why, time.monotonic()
+                    told = {text: at for text, at in told.items() if now - at < _TOLD_SECONDS}
+                    if why not in told:
+                        told[why] = now
+                        log.warning("Redis %s; trying again, without a word for a minute", why)
                     self._pause(_RETRY_SECONDS)
                 except OSError as error:
                     log.error("%s; nothing was acknowledged, trying again", error)

@@ -51,7 +51,8 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
     def resize(free: int) -> None:
         size = taken() + free
         monkeypatch.setattr(
-            "service.storage.spool.os.statvfs", lambda _path: SimpleNamespace(f_bavail=size - taken(), f_frsize=1)
+            "service.storage.spool.os.statvfs",
+            lambda _path: SimpleNamespace(f_bavail=size - taken(), f_frsize=1, f_files=0),
         )
 
     return resize
@@ -499,3 +500,21 @@ def test_on_a_full_disk_without_room_for_the_audit_log_nothing_is_done_and_it_is
     (small_disk / "another's").unlink()
     assert service.client.delete("/runs/old").status_code == 204
     assert written(service) == [("DELETE /runs/old", None), ("DELETE /runs/old", 204)]
+
+
+def test_a_disk_without_inodes_is_not_ready_and_it_is_said_what_to_do(small_disk: Path, serve: Serve) -> None:
+    service = serve(state_dir=small_disk, spool_min_free_bytes=0)
+    service.register("old")
+    assert service.post(rollout_file(("before",), run="old"), "old").status_code == 202
+    status = os.statvfs(small_disk)
+    used = status.f_files - status.f_ffree
+    subprocess.run(["mount", "-o", f"remount,nr_inodes={used}", small_disk], check=True)
+    for reply in (service.client.get("/readyz"), service.post(rollout_file(("more",), run="old"), "old")):
+        assert (reply.status_code, reply.json()["type"]) == (503, "urn:draftalign:disk")
+        assert "where `df -i` shows none free" in reply.json()["detail"]
+    refused = service.client.delete("/runs/old")
+    assert (refused.status_code, refused.json()["type"]) == (503, "urn:draftalign:audit")
+    assert "or an inode (df -i)" in refused.json()["detail"]
+    subprocess.run(["mount", "-o", f"remount,nr_inodes={used + 100}", small_disk], check=True)
+    assert service.client.get("/readyz").status_code == 200
+    assert service.post(rollout_file(("more",), run="old"), "old").status_code == 202

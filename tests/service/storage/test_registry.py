@@ -427,6 +427,7 @@ def test_events_of_many_writers_are_whole_lines(registry: Registry) -> None:
 
 
 #: Forks a publisher for each line it reads, kills it after that many seconds: one interpreter start for all kills.
+#: Of four, one is killed only after its first publish: a busy machine may not come to one in any of these times.
 PUBLISHER = """
 import os, signal, sys, time
 from pathlib import Path
@@ -441,17 +442,22 @@ def work(n):
     while True:
         n += 1
         publish(registry, content=bytes([n % 256]) * 50_000)
+        os.write(published, b".")
         if n % 3 == 0:
             registry.rollback("default", registry.versions("default")[0], "back")
             registry.push_again("default", "again")
 
 for n, line in enumerate(sys.stdin):
+    heard, published = os.pipe()
     child = os.fork()
     if child == 0:
         work(n)
+    if n % 4 == 0:
+        os.read(heard, 1)
     time.sleep(float(line))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    os.close(heard), os.close(published)
 """
 
 
@@ -487,7 +493,7 @@ def test_a_publisher_killed_anywhere_leaves_latest_valid_and_never_older(registr
     delays = "".join(f"{rng.uniform(0.0, 0.3 if url else 0.1)}\n" for _ in range(40))
     try:
         subprocess.run(
-            [sys.executable, "-c", script, str(tmp_path), url], input=delays.encode(), check=True, timeout=60
+            [sys.executable, "-c", script, str(tmp_path), url], input=delays.encode(), check=True, timeout=600
         )
     finally:
         stop.set()
@@ -497,7 +503,7 @@ def test_a_publisher_killed_anywhere_leaves_latest_valid_and_never_older(registr
     registry._layout.pull("default")
     latest = registry.latest("default")
     assert latest is not None
-    assert latest.sequence >= highest
+    assert latest.sequence >= max(10, highest), "as many lives published to their end"
     for version in registry.versions("default"):
         registry.verify("default", version)
     after = publish(registry, content=b"after")

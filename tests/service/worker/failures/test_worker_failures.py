@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.service.valkey_fixtures import OwnValkey
 from helpers.worker.failure_fixtures import FIRST, broken
 from helpers.worker.worker_fixtures import Bench
 
@@ -118,3 +119,25 @@ def test_an_orderly_stop_closes_every_run_whatever_one_of_them_raises(
     worker._close()
     assert bench.state(bench.posted[0]) == "trained"
     assert bench.redis.get(Leases.key("default")) is None
+
+
+def test_a_redis_that_takes_no_writes_is_told_once_a_minute_not_at_each_try(
+    tmp_path: Path, own_valkey: OwnValkey, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Bench(tmp_path, own_valkey.url) as bench:
+        bench.begin()
+        bench.redis.execute_command("REPLICAOF", "127.0.0.1", "1")
+        worker = Worker(bench.settings, bench.redis)
+        tries = 0
+
+        def pause(_: float) -> None:
+            nonlocal tries
+            tries += 1
+            if tries == 20:
+                worker.stop()
+
+        monkeypatch.setattr(worker, "_pause", pause)
+        worker.serve()
+    told = [record.message for record in caplog.records if "read-only replica" in record.message]
+    assert len(told) == 1
+    assert "give the address of its primary" in told[0]

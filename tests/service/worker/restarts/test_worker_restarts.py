@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from service.storage.registry import Registry
 from service.storage.reports.store import Store as WorkersStore
 from service.worker.checkpoint import WorkerCheckpoint
 from service.worker.claim import ClaimScorer
-from service.worker.inbox import Loaded
+from service.worker.inbox import CONSUMER, Loaded
 from service.worker.learner import Learner
 from service.worker.promotion.judge import Judge
 
@@ -155,13 +154,43 @@ def test_what_is_in_hand_is_not_claimed_again_after_redis_was_away_for_long(benc
     """Its idle time then exceeds the limit at which a dead worker's entries are taken over."""
     bench.begin()
     bench.post("a")
-    worker = bench.worker(claim_idle_seconds=0.05, checkpoint_seconds=1e9)
+    worker = bench.worker(checkpoint_seconds=1e9)
     worker.inbox.backlog = False
     worker.cycle()
     counts = worker.learner.lineage.trainer.windows  # type: ignore[union-attr]
-    time.sleep(0.1)
+    bench.redis.xclaim("da:{default}:queue", "workers", CONSUMER, 0, worker.inbox.held, idle=3_600_000, justid=True)
     assert not worker.cycle()
     assert worker.learner.lineage.trainer.windows == counts  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("was_away", [False, True])
+def test_a_redis_that_is_emptied_while_a_batch_is_in_hand_holds_up_no_later_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, was_away: bool
+) -> None:
+    """What was in hand is trained on, and is known no more. `was_away`: as a server is that is started again."""
+    bench.begin()
+    bench.post("a")
+    worker = bench.worker(checkpoint_seconds=1e9)
+    worker.inbox.backlog = False
+    assert worker.cycle()
+    if was_away:
+        with monkeypatch.context() as patch:
+            patch.setattr(WorkersQueue, "claim", _away)
+            with pytest.raises(RedisConnectionError):
+                worker.cycle()
+    assert len(held := worker.inbox.held) == 1
+    bench.redis.flushall()
+    assert bench.queue.heartbeat(CONSUMER, held) == [], "the run's other signs of life follow this one"
+    later = bench.post("b")
+    bench.drain(worker)
+    worker.close()
+    assert bench.state(later) == "trained"
+    assert bench.totals()["batches"] == 2
+    assert bench.queue.depth() == (0, 0)
+
+
+def _away(*_: object, **__: object) -> None:
+    raise RedisConnectionError("away")
 
 
 def test_a_checkpoint_that_fails_is_tried_again_without_training_twice(
