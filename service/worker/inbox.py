@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -50,6 +51,8 @@ CONSUMER: Final = "worker"
 #: is followed after as many.
 RECENT_BATCHES: Final = 8
 _ARRIVALS_KEPT: Final = 16
+#: A time between two policy versions is a pause of the run from this multiple of all other times together.
+_PAUSE: Final = 4.0
 #: Tokens kept in memory while the draft vocabulary is gathered: few response tokens may come with many prompt tokens.
 _MOST_WAITING_TOKENS: Final = 1 << 20
 #: Tries before the batch is dead; an hour together: an engine on the same GPU may have the memory while it generates.
@@ -153,11 +156,13 @@ class ArrivedVersions:
     def seconds_per_version(self) -> float | None:
         """Mean time between policy versions that came, by the arrival of their rollouts. None: only one was seen.
 
-        Only arrivals count. Versions are labels, such as an optimizer's steps: their distances tell nothing.
+        Only arrivals count. Versions are labels, such as an optimizer's steps: their distances tell nothing. A pause
+        far longer than all other times together is the run's, and tells nothing of the time that a version takes.
         """
-        if len(self._first_seen) < 2:
-            return None
-        return (self._first_seen[-1][0] - self._first_seen[0][0]) / (len(self._first_seen) - 1)
+        times = sorted(after[0] - before[0] for before, after in pairwise(self._first_seen))
+        if len(times) > 2 and times[-1] > _PAUSE * sum(times[:-1]):
+            times.pop()
+        return sum(times) / len(times) if times else None
 
 
 class Inbox:

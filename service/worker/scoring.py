@@ -54,7 +54,7 @@ class Scores:
     versions: Mapping[str, Replay]  # the same by drafter version, of archived ones too
     looked: tuple[int, ...]  # places in the batch of the rollouts that were replayed
     prompts: tuple[str, ...]  # `prompt_hashes` of these
-    strata: tuple[str, ...] = ()  # the kind of each rollout's prompt; empty: not known
+    strata: tuple[str, ...] = ()  # `_kinds`; empty: not known
     entropies: tuple[float, ...] = ()  # of each rollout: mean negated log-probability of its response tokens, in nats
 
 
@@ -272,7 +272,7 @@ def score(drafters: Mapping[str, tuple[str, DraftModel]], found: SharedScore) ->
         logprob_gap=found.gap,
         favour=found.favour,
     )
-    return Scores(replays, record, by_version, tuple(found.order.looked), prompts, part.strata, _entropies(part))
+    return Scores(replays, record, by_version, tuple(found.order.looked), prompts, _kinds(part), _entropies(part))
 
 
 def _favour(ranks: Ranks, drafter: DraftModel, batch: RolloutBatch, policy: Policy) -> Favour | None:
@@ -325,6 +325,17 @@ def _summed(names: Sequence[str], counts: Floats) -> dict[str, float]:
     """Sums of counts [R] by name; each rollout has a name."""
     found, index = np.unique(names, return_inverse=True)
     return dict(zip(found.tolist(), np.bincount(index, counts).tolist(), strict=True))
+
+
+def _kinds(batch: RolloutBatch) -> tuple[str, ...]:
+    """The kind of each rollout's prompt. Greedy answers are kinds of their own: no RL trains on them.
+
+    They are a validation's, on other prompts, and their α is another quantity. It would pass for a change of the
+    policy's.
+    """
+    if batch.temperature:
+        return batch.strata
+    return tuple(f"{kind} greedy".strip() for kind in batch.strata or [""] * batch.rollouts)
 
 
 def _entropies(batch: RolloutBatch) -> tuple[float, ...]:

@@ -163,7 +163,7 @@ class DriftMonitor:
             sd=sd,
             uncertainty=self.state.levels.uncertainty(),
             owed=Estimate(self.state.levels.owed, self.state.levels.owed_variance),
-            several_strata=len(self.state.levels.names) > 1,
+            several_strata=sum(map(bool, self.state.levels.names)) > 1,
             rollouts_per_tick=self.config.rollouts_per_tick,
         )
 

@@ -178,7 +178,7 @@ class World:
         rng = np.random.default_rng([self.seed, *name.encode()])
         lengths = lengths or [int(n) for n in rng.integers(10, 20, len(prompts or range(rollouts or self.rollouts)))]
         head = self.head_at(policy_version)
-        logits = self.states.float() @ head.T / temperature  # [V, V]: of the next token, by the last one
+        logits = self.states.float() @ head.T / (temperature or 1.0)  # [V, V]: of the next token, by the last one
         law = torch.softmax(logits.double(), -1).numpy()
         ids: list[int] = []
         for index, length in enumerate(lengths):

@@ -170,6 +170,39 @@ def test_another_mix_of_known_kinds_is_no_alarm(bank: Bank, mix: Mix) -> None:
     assert mix_alarms(alphas, None) >= 2
 
 
+def validated(rng: np.random.Generator, monitor: DriftMonitor, kind: str, fall_at: int) -> tuple[int, int | None]:
+    """Alarms before `fall_at`, and rollouts from there until α's fall by 10 % is found; None: it is not.
+
+    A step has 32 prompts of 8. After each tenth one come 512 greedy answers, whose drafts are harder.
+    """
+    alarms = found = 0
+    for step in range(fall_at + 40):
+        level = 3.0 if step < fall_at else 2.7
+        trained = level * np.exp(rng.normal(0, 0.12, 32).repeat(8) + rng.normal(0, 0.08, 256))
+        batches = [(trained, "")]
+        if step % 10 == 9:
+            batches.append((0.86 * level * np.exp(rng.normal(0, 0.15, 512)), kind))
+        for alphas, of in batches:
+            found += len(alphas) if step >= fall_at else 0
+            for reading in monitor.observe(alphas.tolist(), [1.0] * len(alphas), [of] * len(alphas)):
+                if reading.alarm and step >= fall_at:
+                    return alarms, found
+                if reading.alarm:
+                    alarms += 1
+                    monitor.acknowledge()
+    return alarms, None
+
+
+def test_greedy_validations_between_the_steps_are_no_alarm_and_hide_no_fall() -> None:
+    """The worker tells them apart (`service.worker.scoring`). As one kind they are alarms at first, and then noise."""
+    told = [validated(np.random.default_rng(seed), DriftMonitor(config()), "greedy", 150) for seed in range(4)]
+    assert sum(alarms for alarms, _ in told) <= 1
+    assert all(found is not None and found <= 1024 for _, found in told)
+    together = [validated(np.random.default_rng(seed), DriftMonitor(config()), "", 150) for seed in range(4)]
+    assert all(alarms > 0 for alarms, _ in together)
+    assert all(found is None or found > 1024 for _, found in together)
+
+
 def test_topics_that_come_one_after_the_other_are_no_alarm() -> None:
     topics = make_bank(800, 4, logits=np.random.default_rng(9).normal(0, 0.3, 6), shares=np.full(6, 1 / 6))
     alphas, strata = mixed(topics, blocks(6, 800, 1), 6000, np.random.default_rng(SEED))

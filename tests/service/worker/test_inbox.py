@@ -336,6 +336,22 @@ def test_how_far_labels_lie_apart_says_nothing_of_the_time_between_them(apart: i
     assert versions.seconds_per_version == 60.0
 
 
+def test_a_pause_of_the_run_says_nothing_of_the_time_between_versions_and_bursts_do() -> None:
+    """After a night's pause sixteen versions seemed to take an hour and a half each: any training seemed to pay."""
+
+    def seconds_after(times: Sequence[float]) -> float | None:
+        versions = ArrivedVersions()
+        for number, seconds in enumerate(times):
+            versions.note(Entry(f"{int(1000 * seconds)}-0", "b", "b", 1, 1, 1, number, number, 1))
+        return versions.seconds_per_version
+
+    before, night = [60.0 * number for number in range(20)], 24 * 3600.0
+    for back in range(1, 20):
+        assert seconds_after([*before, *(before[-1] + night + 60.0 * number for number in range(back))]) == 60.0
+    bursts = [burst + one for burst in range(0, 4000, 400) for one in range(4)]
+    assert seconds_after(bursts) == (bursts[-1] - bursts[-16]) / 15
+
+
 def test_a_clock_of_redis_that_was_set_back_does_not_make_versions_follow_at_once() -> None:
     """All ids have one millisecond until it has caught up: a training would seem not to pay before the next version."""
     versions = ArrivedVersions()

@@ -279,6 +279,26 @@ def test_after_a_training_that_was_cut_some_siblings_are_looked_at_and_all_are_c
     assert sum(one.batch.rollouts for one in kept) == 3 * 64, "all of it is trained on"
 
 
+@pytest.mark.parametrize(
+    ("strata", "temperature", "kinds"),
+    [
+        (None, 1.0, set()),
+        (None, 0.0, {"greedy"}),
+        (GROUPS["strata"], 0.0, {"kind 0 greedy", "kind 1 greedy", "kind 2 greedy"}),
+    ],
+)
+def test_greedy_answers_are_kinds_of_their_own_to_the_drift_monitor(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, strata: list[str] | None, temperature: float, kinds: set[str]
+) -> None:
+    bench.begin()
+    found = all_scores(monkeypatch)
+    bench.post("one", **GROUPS | {"strata": strata, "temperature": temperature})
+    worker = bench.worker()
+    bench.drain(worker)
+    assert [set(scores.strata) for scores in found] == [kinds]
+    assert set(worker.learner.journal.drift.monitor.state.levels.names) == (kinds or {""})
+
+
 def test_while_batches_are_passed_over_some_siblings_are_looked_at(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
