@@ -66,6 +66,8 @@ DRAFTER_FORMAT: Final = "draftalign.drafter.v1"
 CONTENT_TYPE: Final = "application/x-safetensors"
 #: Of an integer in a file's metadata, such as a policy version: a float64 holds each such number exactly.
 INTEGER_DIGITS: Final = 15
+#: Of a rollout file. vLLM takes up to 2, SGLang any.
+HIGHEST_TEMPERATURE: Final = 100
 #: A feature layer is named by the layer whose *input* it is: the residual stream entering it, before its norm.
 AUX_CONVENTION: Final = "entering"
 
@@ -229,7 +231,7 @@ def check_rollout_header(header: Header) -> RolloutHeader:
         rollout_ids=tuple(rollout_ids),
         target_fingerprint=_text_field(meta, "target_fingerprint"),
         aux_layers=tuple(layers),
-        temperature=_float_field(meta, "temperature", 0.0, 100.0),
+        temperature=_float_field(meta, "temperature", 0.0, HIGHEST_TEMPERATURE),
         top_p=_float_field(meta, "top_p", 0.0, 1.0),
         top_k=int_field(meta, "top_k"),
         rewards=None if rewards is None else tuple(float(r) for r in rewards),

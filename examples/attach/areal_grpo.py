@@ -6,7 +6,7 @@ on every machine, with a configuration of AReaL's:
 > DRAFTALIGN_URL=http://service:8400 python /src/draftalign/examples/attach/areal_grpo.py --config gsm8k_grpo.yaml
 
 The configuration needs an `fsdp` actor, and a pass for proximal log-probabilities (`use_decoupled_loss: true` with
-`prox_logp_method: recompute`, or `recompute_logprob: true`). AReaL's engines need DRAFTALIGN_SAMPLE_FRACTION=0.
+`prox_logp_method: recompute`, or `recompute_logprob: true`). AReaL has no option for a drafter: docs/guide/stacks.md.
 """
 
 from __future__ import annotations

@@ -96,3 +96,4 @@ def start_logging(program: str, name: str) -> None:
         sys.exit(f"{program}: DRAFTALIGN_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR, got {level[:40]!r}")
     logging.basicConfig(level=level, format=f"%(asctime)s {name} %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("huggingface_hub").propagate = False  # it prints by itself

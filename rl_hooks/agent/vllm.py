@@ -51,10 +51,12 @@ def attach(
     """Let a `vllm.LLM` follow a run of the service from now on.
 
     Attach as soon as `llm` is made: an update of its weights before that is not known as one. `token`: of the service,
-    scopes read and write (the environment is not read). `sample_fraction` of the requests are sent with their
-    features, at most `tokens_per_minute`; give 0 where a trainer's hook sends them. Raises ValueError for settings out
-    of range or an engine that follows already.
+    scopes read and write; None: that of the environment (DRAFTALIGN_TOKEN), if there is one. `sample_fraction` of the
+    requests are sent with their features, at most `tokens_per_minute`; give 0 where a trainer's hook sends them. Raises
+    ValueError for settings out of range or an engine that follows already.
     """
+    if token is None:  # of this process: the core's may have another environment
+        token = os.environ.get("DRAFTALIGN_TOKEN") or None
     settings = asdict(ServiceSettings(url, run, token, sample_fraction, tokens_per_minute))
     client = llm.llm_engine.engine_core
     if hasattr(client, "engine_core"):  # in this process

@@ -361,6 +361,14 @@ def _numbers(name: str, values: Sequence[Any] | Tensor) -> list[float]:
     return found
 
 
+def _within(name: str, value: Any, highest: int) -> float:
+    """The number, which the service would refuse the whole file for if it were out of range."""
+    (found,) = _numbers(name, [value])
+    if not 0 <= found <= highest:
+        raise RolloutError(f"{name} must be from 0 to {highest}, got {found}")
+    return found
+
+
 def plan_batch(ids: RolloutIds, choice: RolloutChoice, told: CaptureArguments) -> BatchPlan | None:
     """Check what `capture` was told and choose among the rollouts; None if none is chosen.
 
@@ -372,7 +380,8 @@ def plan_batch(ids: RolloutIds, choice: RolloutChoice, told: CaptureArguments) -
     generated_T = layout.generated(told.loss_mask)
     logprobs_T = None if told.logprobs is None else layout.flat("logprobs", told.logprobs.float(), np.float32)
     places = list(layout.rollouts)
-    (scale,) = _numbers("temperature", [told.temperature])
+    scale = _within("temperature", told.temperature, wire.HIGHEST_TEMPERATURE)
+    top_p = 1.0 if told.top_p is None else _within("top_p", told.top_p, 1)
     values = None if told.rewards is None else _numbers("rewards", told.rewards)
     lists = [len(one) for one in (told.rollout_ids, values, told.strata, prompt_hashes) if one is not None]
     # The padding at the end of a packed row has positions too, and so looks like rollouts that nobody generated.
@@ -422,7 +431,7 @@ def plan_batch(ids: RolloutIds, choice: RolloutChoice, told: CaptureArguments) -
         layout=layout,
         policy_version=policy_version,
         temperature=scale,
-        top_p=1.0 if told.top_p is None else float(told.top_p),
+        top_p=top_p,
         # vLLM and transformers say "no top-k" as -1, 0 or None.
         top_k=max(0, int(told.top_k or 0)),
         prompt_hashes=None if prompt_hashes is None else tuple(prompt_hashes[b] for b in chosen),

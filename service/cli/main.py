@@ -153,6 +153,9 @@ def keygen(
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         raise ConfigurationError(f"{file} exists; name a new file, as a key that is in use is not replaced") from None
+    except OSError as error:
+        why = f"{file} cannot be written: {error.strerror}; name a file in a folder that exists and that is yours"
+        raise ConfigurationError(why) from error
     with os.fdopen(descriptor, "wb") as out:
         out.write(private)
     typer.echo(public)

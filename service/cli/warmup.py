@@ -79,7 +79,7 @@ def warmup(
     if out is not None:
         require_free(out)
     template = _template_kwargs(chat_template_kwargs)
-    call("GET", service, "/healthz")  # before a large policy is loaded
+    call("GET", service, "/runs")  # before a large policy is loaded: it answers, and takes the token
     model, texts = _load(policy, device, prompts, template)
     typer.echo(f"{len(texts):,} prompts, {rollouts:,} answers at most; the page: {service}")
     hook = _attach(model, service, run, drafter, "eagle3" if aux_layers is None else layer_numbers(aux_layers))

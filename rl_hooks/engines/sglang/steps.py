@@ -26,6 +26,7 @@ from rl_hooks.engines.tap.feature_tap import TapUnsupportedError
 from rl_hooks.engines.tap.rows import Head, Ints, Step, of_counted
 from rl_hooks.sending.copies import HostCopies, to_device
 from rl_hooks.sending.features import score_logits
+from rl_hooks.wire import HIGHEST_TEMPERATURE
 
 #: Sampling parameters that do not change the distribution of a token: they say when a request ends, and what the answer
 #: holds. temperature, top_p and top_k do change it, and are sent along.
@@ -69,6 +70,8 @@ def unlike_policy(request: Any, *, draws: bool) -> str:
     sampling = sampling_of(params)
     if sampling.temperature > 0 and not draws:
         return "a temperature, which this server verifies greedily,"
+    if sampling.temperature > HIGHEST_TEMPERATURE:
+        return f"a temperature above {HIGHEST_TEMPERATURE}"
     if sampling.top_p < 1 and sampling.top_k:  # SGLang draws the first token of these by another rule than the others
         return "top_p together with top_k"
     unset = type(params)()

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from rl_hooks.engines.policy_watch import WeightSample
-from rl_hooks.engines.tap.collected import Collected, Request, UnscoredError, assemble
+from rl_hooks.engines.tap.collected import REJECTED, Collected, Request, UnscoredError, assemble
 from rl_hooks.engines.tap.rows import Gathered, Head, Step, gather, joined, labels_of
 from rl_hooks.sending.copies import HostCopies
 from rl_hooks.sending.sampling import TokenBudget, sampling_position
@@ -63,11 +63,18 @@ class _Tracked:
     reserved: int  # tokens of the budget, when it began
     sent: int = 0  # tokens
     rows: int = 0
+    rejected: int = 0  # rows that were copied and are not kept
+    freed: bool = False  # nothing more of it is kept
     #: Its rows as they were scored, on the host: `_TAKEN` in this order. The tap's thread adds them as they arrive.
     parts: list[tuple[npt.NDArray[Any], ...]] = field(default_factory=list)
     dtypes: tuple[torch.dtype, ...] = ()
     #: Why some did not arrive. No exception, whose traceback would keep the rows of the step.
     failure: str | None = None
+
+    @property
+    def held(self) -> int:
+        """Rows that take memory."""
+        return self.rows - self.rejected
 
     def rows_in_order(self) -> list[dict[str, Tensor]]:
         """All rows, as `assemble` takes them."""
@@ -100,34 +107,6 @@ class _Unscored:
     unchanged: bool | None = None  # whether `flush` found the weights as they were; None: no flush since the last step
 
 
-def _place(
-    copies: HostCopies, owners: Sequence[_Tracked], counts: npt.NDArray[np.int64], late: Sequence[Callable[[], Tensor]]
-) -> None:
-    """Give each request its rows, which are copied: what others leave behind must not stay with them.
-
-    `owners`, `counts`: of each segment. `late`: the scores [n, 2] of each step, where the head is split over ranks.
-    As bytes: NumPy copies a few rows in a tenth of torch's time, and has no bfloat16.
-    """
-    try:
-        taken = copies.wait()
-        if "scores" not in taken:
-            taken = taken | {"scores": torch.cat([scores() for scores in late])}
-        dtypes = tuple(taken[name].dtype for name in _TAKEN)
-        whole = [taken[name].view(torch.uint8).numpy() for name in _TAKEN]
-        each = {id(owner): owner for owner in owners}
-        numbers = {name: number for number, name in enumerate(each)}
-        owner_N = np.repeat([numbers[id(owner)] for owner in owners], counts)
-        order, begin = np.argsort(owner_N, kind="stable"), 0  # of each request's rows, the newest stay the last
-        for tracked, end in zip(each.values(), np.cumsum(np.bincount(owner_N, minlength=len(each))), strict=True):
-            tracked.dtypes = dtypes
-            tracked.parts.append(tuple(part[order[begin:end]] for part in whole))
-            begin = end
-    except Exception as error:
-        for tracked in owners:
-            tracked.failure = repr(error)
-        raise
-
-
 def _late(scores: Callable[[], Tensor], rows: npt.NDArray[np.int64]) -> Tensor:
     return scores()[:, rows].T
 
@@ -150,6 +129,7 @@ class _Sender:
         self.answer_tokens = 0.0
         self._answers = 0
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._holding = threading.Lock()  # what a request holds, and the sum of all
         self._given = self._done = 0  # requests: the engine's thread writes the first, the tap's the second
         self._thread = threading.Thread(target=self._work, name="draftalign-tap", daemon=True)
         self._thread.start()
@@ -163,10 +143,52 @@ class _Sender:
         """Call it in the thread, after what came before."""
         self._tasks.put(task)
 
+    def place(
+        self,
+        copies: HostCopies,
+        owners: Sequence[_Tracked],
+        counts: npt.NDArray[np.int64],
+        late: Sequence[Callable[[], Tensor]],
+    ) -> None:
+        """Give each request its rows, which are copied: what others leave behind must not stay with them.
+
+        `owners`, `counts`: of each segment. `late`: the scores [n, 2] of each step, where the head is split over ranks.
+        Rows of rejected drafts are dropped: where few are accepted these are most, and what the bound of memory leaves
+        out are the longest answers. As bytes: NumPy copies a few rows in a tenth of torch's time, and has no bfloat16.
+        """
+        try:
+            taken = copies.wait()
+            if "scores" not in taken:
+                taken = taken | {"scores": torch.cat([scores() for scores in late])}
+            dtypes = tuple(taken[name].dtype for name in _TAKEN)
+            whole = [taken[name].view(torch.uint8).numpy() for name in _TAKEN]
+            each = {id(owner): owner for owner in owners}
+            numbers = {name: number for number, name in enumerate(each)}
+            owner_N = np.repeat([numbers[id(owner)] for owner in owners], counts)
+            kept = np.flatnonzero(taken["tokens"][:, 2].numpy() != REJECTED)
+            copied, held = (np.bincount(of, minlength=len(each)) for of in (owner_N, owner_N[kept]))
+            # Of each request's rows, the newest stay the last.
+            order, begin = kept[np.argsort(owner_N[kept], kind="stable")], 0
+            for tracked, end, rejected in zip(each.values(), np.cumsum(held), (copied - held).tolist(), strict=True):
+                own = tuple(part[order[begin:end]] for part in whole)
+                begin = end
+                with self._holding:
+                    if not tracked.freed:
+                        tracked.dtypes = dtypes
+                        tracked.parts.append(own)
+                        tracked.rejected += rejected
+                        self._tally.add("rows", -rejected)
+        except Exception as error:
+            for tracked in owners:
+                tracked.failure = repr(error)
+            raise
+
     def free(self, ended: Iterable[_Tracked]) -> None:
         """Count the rows of these no more, and give the budget what was reserved for them and not sent."""
         for tracked in ended:
-            self._tally.add("rows", -tracked.rows)
+            with self._holding:
+                tracked.freed = True
+                self._tally.add("rows", -tracked.held)
             self._budget.correct(tracked.sent - tracked.reserved)
 
     def close(self, timeout_seconds: float) -> int:
@@ -428,9 +450,9 @@ class FeatureTap:
             tracked.rows += rows
             held += rows
             if held > 2 * self._rows:
-                held -= tracked.rows
+                held -= tracked.held
                 dropped.append(self._tracked.pop(name))
-            elif tracked.rows > 4 * self.max_tokens:  # as many as may wait, rejected drafts included
+            elif tracked.held > 4 * self.max_tokens:  # as many as may wait
                 long.append(name)
         self.tally.add("rows", count)  # before anything is scored: a failure frees the rows of its requests
         if self._unscored.rows + count > _ROWS:
@@ -463,7 +485,7 @@ class FeatureTap:
         steps = [(part.gathered.scores, part.gathered.rows) for part in parts]
         late = [functools.partial(_late, scores, rows) for scores, rows in steps if scores is not None]
         # Not the parts themselves: they would hold the rows on the device until the tap's thread comes to it.
-        self._sender.call(functools.partial(_place, copies, owners, counts, late))
+        self._sender.call(functools.partial(self._sender.place, copies, owners, counts, late))
         return copies
 
     def _scored(

@@ -47,6 +47,9 @@ from rl_hooks.engines.vllm.steps import (
 from rl_hooks.engines.vllm.tap import VllmTap
 from rl_hooks.sending.sampling import sampling_position
 
+#: Of a row on the host: positions, tokens, labels; states; logsumexp, log p.
+ROW_BYTES = 3 * 8 + 4 * HIDDEN * (AUX + 1) + 2 * 4
+
 
 def tap(deliver: Any, **changes: Any) -> FeatureTap:
     return FeatureTap(HEAD, deliver, **({"fraction": 1.0, "tokens_per_minute": 10**6} | changes))
@@ -214,6 +217,21 @@ def test_beyond_the_bound_of_memory_the_request_that_goes_beyond_it_is_dropped()
     assert (tapped.tally["skipped_memory"], tapped.tally["rows"]) == (1, 40)
 
 
+def test_rejected_drafts_take_no_room_that_long_answers_need() -> None:
+    collected = list[Collected]()
+    tapped = tap(collected.append, max_tokens=10, tokens_per_minute=50)  # 100 rows at the most, of a request 40
+    one = Script("one", [2], [3] * 30 + [STOP])
+    tapped.begin(one.request())
+    for position in range(31):
+        tapped.step(step([(one, position, [one.tokens[position]] + [4] * 7, 7, one.tokens[position + 1])]))
+        tapped.flush()
+        eventually(lambda: tapped.tally["rows"] == position + 1)  # noqa: B023 - called at once
+    assert held_bytes(tapped) == 31 * ROW_BYTES
+    tapped.end(["one"])
+    eventually(lambda: tapped.tally["delivered"] == 1 and tapped.tally["rows"] == 0)
+    assert collected[0].input_ids.tolist() == one.tokens
+
+
 def held_bytes(tapped: FeatureTap) -> int:
     """Host memory of the rows of the requests under way."""
     rows = [rows for tracked in tapped._tracked.values() for part in tracked.parts for rows in part]
@@ -232,8 +250,7 @@ def test_a_long_request_keeps_no_rows_of_the_short_ones_beside_it() -> None:
         tapped.end([one.name for one in short])
     eventually(lambda: len(done) == 200)
     eventually(lambda: tapped.tally["rows"] == 10)
-    row = 3 * 8 + 4 * HIDDEN * (AUX + 1) + 2 * 4  # positions, tokens, labels; states; logsumexp, log p
-    assert held_bytes(tapped) == 10 * row
+    assert held_bytes(tapped) == 10 * ROW_BYTES
 
 
 def test_rows_of_all_requests_together_are_bounded_and_freed() -> None:

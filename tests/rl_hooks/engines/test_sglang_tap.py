@@ -524,7 +524,7 @@ def test_only_requests_of_the_policys_own_distribution_are_marked_and_collected(
     hooks._worker, hooks._draws = object(), True
     others: tuple[dict[str, Any], ...] = (
         *({"min_p": 0.1}, {"logit_bias": {"5": 1.0}}, {"custom_params": {"x": 1}}, {"of_a_later_release": 1}),
-        *({"max_new_tokens": 0}, {"top_p": 0.9, "top_k": 5}, {"min_new_tokens": 2}),
+        *({"max_new_tokens": 0}, {"top_p": 0.9, "top_k": 5}, {"min_new_tokens": 2}, {"temperature": 101.0}),
     )
     fine: tuple[dict[str, Any], ...] = (
         *({}, {"custom_params": {}}, {"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.3}, {"min_new_tokens": 1}),

@@ -18,6 +18,7 @@ from helpers.engine.tap_fixtures import scheduled
 
 from rl_hooks.agent.books import EngineBooks
 from rl_hooks.agent.canary import CanaryRule
+from rl_hooks.agent.vllm import attach
 from rl_hooks.engines.protocol import engine_state
 from rl_hooks.engines.vllm.core import CoreLink, hook, wait_for_cores
 from rl_hooks.engines.vllm.swapper import SwapProblem
@@ -124,6 +125,18 @@ def forget(core: Core) -> None:
     """As if the plugin had not known of it until now."""
     vars(core).pop("_draftalign")
     core.model_executor.asked.clear()
+
+
+@pytest.mark.parametrize(("given", "told"), [(None, "of the environment"), ("given", "given")])
+def test_an_llm_that_is_attached_in_code_has_the_token_of_the_environment(
+    given: str | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTALIGN_TOKEN", "of the environment")
+    asked: list[dict[str, Any]] = []
+    core = SimpleNamespace(draftalign_attach=asked.append)
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=SimpleNamespace(engine_core=core)))
+    attach(llm, "http://127.0.0.1:8400", token=given)
+    assert [one["token"] for one in asked] == [told]
 
 
 def test_a_step_asks_the_workers_only_after_something_may_have_changed_weights(hooked: Hooked) -> None:

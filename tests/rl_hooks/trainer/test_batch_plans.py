@@ -212,12 +212,17 @@ def test_rollouts_without_a_name_are_offered_once_each() -> None:
     ("fields", "said"),
     [
         ({"temperature": "hot"}, "temperature: expected a number, got hot"),
+        ({"temperature": -1}, "temperature must be from 0 to 100, got -1.0"),
+        ({"temperature": 100.5}, "temperature must be from 0 to 100, got 100.5"),
+        ({"temperature": float("nan")}, "temperature must be from 0 to 100, got nan"),
+        ({"top_p": -1}, "top_p must be from 0 to 1, got -1.0"),
+        ({"top_p": float("nan")}, "top_p must be from 0 to 1, got nan"),
         ({"rewards": [1.0, "x" * 100, 1.0]}, f"rewards: expected a number, got {'x' * 80}"),
         ({"prompt_hashes": ["0" * 16, "0" * 16, "x"]},
          "prompt_hashes must be of `rl_hooks.wire.prompt_hash`: 16 hexadecimal digits each"),
     ],
 )  # fmt: skip
-def test_what_is_no_number_or_hash_is_refused(fields: dict[str, Any], said: str) -> None:
+def test_what_no_file_can_say_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(RolloutError) as told:
         planned(**fields)
     assert str(told.value) == said

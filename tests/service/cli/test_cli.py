@@ -75,6 +75,16 @@ def test_every_command_explains_its_options(command: str, tmp_path: Path) -> Non
     assert "--" in done.stdout
 
 
+def test_what_the_hub_warns_of_is_printed_once() -> None:
+    code = (
+        "from rl_hooks.agent.cli import start_logging; start_logging('draftalign', 'draftalign')\n"
+        "from huggingface_hub.utils import logging; logging.get_logger('huggingface_hub.x').warning('a rate limit')"
+    )
+    variables = clean_environment(PYTHONPATH=str(ROOT))
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    assert done.stderr.count("a rate limit") == 1, done.stderr
+
+
 ERRORS = [
     (("worker",), {}, "a worker needs a Redis: set DRAFTALIGN_REDIS_URL, or use `draftalign up`"),
     (("serve",), {}, "the API needs a Redis"),
@@ -91,6 +101,7 @@ ERRORS = [
     (("up", "--state-dir", "/proc/nowhere"), {"DRAFTALIGN_PORT": "0"}, "/proc/nowhere"),
     (("up",), {"DRAFTALIGN_SIGNING_KEY_FILE": __file__}, f"signing_key_file: {__file__}: expected an Ed25519"),
     (("keygen", __file__), {}, f"{__file__} exists; name a new file"),
+    (("keygen", "/nowhere/key.pem"), {}, "/nowhere/key.pem cannot be written: No such file or directory; name a file"),
     (
         ("token", "x", "--scope", "read", "--file", "/nowhere/tokens.jsonl"),
         {},

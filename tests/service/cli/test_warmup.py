@@ -19,6 +19,7 @@ import pytest
 import torch
 from helpers.forked import run_fork
 from helpers.ports import free_port
+from helpers.service.service_fixtures import RunningService
 from helpers.trainer.hooks_fixtures import as_float, mapped, receiver, tiny_qwen3
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -222,6 +223,15 @@ def test_what_cannot_work_ends_in_one_line(tmp_path: Path) -> None:
         assert done.stderr.strip().splitlines()[-1].startswith("draftalign: ")
         assert says in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_without_a_token_that_the_service_takes_it_ends_before_the_policy_is_loaded(
+    serve: Callable[..., RunningService], tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.txt").write_text("a")
+    done = warm_up("nowhere", "--prompts", "prompts.txt", url=serve(tokens="s3cret:write,read").url, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "no token came" in done.stderr.strip().splitlines()[-1]
 
 
 @pytest.mark.slow
