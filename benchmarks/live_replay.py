@@ -394,17 +394,20 @@ class Simulation:
         scored = self._scored(step, found, tokens, number, names if len(names) <= 64 else [])
         if not sampled:
             return replace(scored, tokens=int(self._tokens[sent].sum()))
-        offered = (len(sent) * ROLLOUTS_PER_PROMPT, int(self._tokens[sent].sum()))
-        said = offered if world.says else None
+        said = self._offered if world.says else None
         return replace(scored, tokens=int(tokens.sum()), rollouts=len(tokens), offered=said)
 
     def _taken(self, step: int, sent: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """What a hook takes that is shown one prompt after the other, [2, R]: places in `sent`, and answers."""
         lengths, taken = self._tokens[sent], list[tuple[int, int]]()
+        self._offered = 0, 0
         for prompt in lengths.sum(axis=1).argsort() if self._world.sorted else self._random.permutation(len(sent)):
             names = [f"{self._seed}/{self._names[sent[prompt]]}/{answer}" for answer in range(ROLLOUTS_PER_PROMPT)]
             tokens = lengths[prompt].tolist()
-            taken += [(prompt, answer) for answer in self._choice.choose(names, tokens, tokens, step)]
+            if chosen := self._choice.choose(names, tokens, tokens, step):  # a file
+                taken += [(prompt, answer) for answer in chosen]
+                rollouts, of_tokens = self._choice.take_offered()
+                self._offered = self._offered[0] + rollouts, self._offered[1] + of_tokens
         return np.array(sorted(taken), dtype=np.int64).reshape(-1, 2).T
 
     def _scored(

@@ -241,11 +241,12 @@ class VersionOrder:
 
 @dataclass(slots=True)
 class _Budget:
-    """Of one policy version: tokens that were taken, and what was offered, by id or content."""
+    """Of one policy version: what was taken, and what was offered, by id or content."""
 
     #: That will be offered, as far as earlier versions tell; 0: there was none.
     expected_tokens: int
     spent_tokens: int = 0
+    taken: set[str] = field(default_factory=set)
     offered_tokens: int = 0
     offered: set[Hashable] = field(default_factory=set)
 
@@ -295,12 +296,14 @@ class RolloutChoice:
             if int(tokens_B[b]) <= self._max_tokens and not noted:
                 budget.offered.add(known)
                 budget.offered_tokens += int(tokens_B[b])
-                self._offered_rollouts += 1
-                self._offered_tokens += int(generated_B[b])
+                if budget.expected_tokens:  # else nothing tells whether the budget will reach the last ones
+                    self._offered_rollouts += 1
+                    self._offered_tokens += int(generated_B[b])
         left_tokens = self._max_tokens - spent_tokens
         share = left_tokens / due_tokens if budget.expected_tokens > budget.offered_tokens else 1.0
         place = {b: sampling_position(names[b], "sample") for b in usable}
-        sampled = sorted((b for b in usable if place[b] < self._fraction), key=place.__getitem__)
+        fresh = (b for b in usable if names[b] not in budget.taken)  # none of an earlier epoch's
+        sampled = sorted((b for b in fresh if place[b] < self._fraction), key=place.__getitem__)
         chosen: list[int] = []
         for b in sampled:
             if place[b] >= share:
@@ -318,6 +321,7 @@ class RolloutChoice:
                 continue
             spent_tokens += int(tokens_B[b])
             chosen.append(b)
+            budget.taken.add(names[b])
         budget.spent_tokens = spent_tokens
         self._budgets[policy_version] = budget
         if len(self._budgets) > _VERSIONS:
@@ -328,7 +332,11 @@ class RolloutChoice:
         return sorted(chosen)
 
     def take_offered(self) -> tuple[int, int]:
-        """Rollouts that could have been chosen since this was asked last, each once, and their generated tokens."""
+        """Rollouts that could have been chosen since this was asked last, each once, and their generated tokens.
+
+        Not of the first version: what is taken of it is what comes first, so nothing may be concluded from how it was
+        drawn. The service compares no version of which nothing is said.
+        """
         offered = self._offered_rollouts, self._offered_tokens
         self._offered_rollouts = self._offered_tokens = 0
         return offered

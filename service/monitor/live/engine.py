@@ -220,7 +220,7 @@ class _PromptBounds:
 def explained_by_prompts(newest_first: Iterable[Matched], replays: Replays, rule: LiveRule, *, suffixes: bool) -> bool:
     """Whether the choice of prompts can explain the difference. `suffixes`: also of every stretch up to the newest."""
     blocks = list(newest_first)
-    if _agrees_on_replayed_prompts(blocks, replays, rule):
+    if _agrees_on_replayed_prompts(blocks, replays, rule, alone=suffixes):
         return True
     scan, prompts, stretch = Scan(replays), _PromptBounds(replays), None
     for one in blocks:
@@ -231,13 +231,19 @@ def explained_by_prompts(newest_first: Iterable[Matched], replays: Replays, rule
     return stretch is None or prompts.hold(stretch, rule)
 
 
-def _agrees_on_replayed_prompts(newest_first: Sequence[Matched], replays: Replays, rule: LiveRule) -> bool:
+def _agrees_on_replayed_prompts(
+    newest_first: Sequence[Matched], replays: Replays, rule: LiveRule, *, alone: bool = False
+) -> bool:
     """Whether the prompts that were replayed agree, and lie clearly on replay's side of half of the difference.
 
-    A trainer may drop prompts before it sends, such as those of which all answers failed.
+    A trainer may drop prompts before it sends, such as those of which all answers failed. `alone`: of a single engine
+    that counts by prompt nothing is said by other prompts than these, so it is enough that they are not clearly low.
     """
     found = (_on_replayed_prompts(one.block, one.replay, replays, rule) for one in newest_first)
     own, overall = stretch_over((one for one in found if one is not None), replays), stretch_over(newest_first, replays)
+    known = all(one.block.by_prompt and one.replay.by_prompt for one in newest_first)
+    if alone and known and overall is not None and overall.log_ratio < 0:
+        return own is None or own.rounds < rule.min_rounds or own.errors_above(-rule.dead_band) > -SIGMAS
     if own is None or overall is None or own.rounds < rule.min_rounds:
         return False
     half = overall.log_ratio / 2
@@ -278,7 +284,7 @@ def find_difference(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -
     matched = [found for block in blocks if (found := at_common_depth(block, replays, rule)) is not None]
     rounds = sum(k.rounds for k in matched)
     if not matched:
-        text = "no replay α of what it drafts with, on rollouts of the same policy version, so far"
+        text = "no replay α of what it drafts with, on rollouts drawn evenly from the same policy version, so far"
         return dead or Finding("unknown", text)
     if replays.spread is None:
         return dead or Finding("unknown", "too few rollouts are scored to say how far live and replay α may differ")

@@ -33,6 +33,8 @@ _SCATTERS: Final = 6.0
 _ENGINES_TOLD: Final = 3
 #: Answers in batches are drawn evenly if their mean length differs by less than this share from that of all.
 _LENGTHS: Final = 0.1
+#: A policy version is not compared where its answers in batches differ so much from those they were drawn from.
+_OTHER_LENGTHS: Final = 0.25
 #: The easiest prompts have at most so many times the α of all.
 _MOST: Final = 64.0
 #: Variance of log α from one round's coin flips where no positions are known: the highest at depths up to 4.
@@ -130,6 +132,7 @@ class Replays:
     `offered`: the same of all answers that the trainer's hooks drew batches from, or, where nothing says that they drew
     evenly, of the answers in batches. A hook says with a version's batch what it was shown since the batch before,
     of that version and of earlier ones.
+    `uneven`: policy versions that are not compared, for the answers in batches are not like those they were drawn from.
     `prompts`: those that were replayed. `siblings`: answers of a prompt, of which batches may hold a part.
     """
 
@@ -140,7 +143,11 @@ class Replays:
         self.offered: dict[int | None, float] = {}
         self._replays: dict[tuple[str, int | None], VersionReplay] = {}
         self.prompts = ReplayedPrompts()
-        drawn_evenly = _drawn_evenly(alike)
+        of_policy: defaultdict[int | None, list[ScoreRecord]] = defaultdict(list)
+        for score in alike:
+            of_policy[score.policy_version].append(score)
+        self.uneven = {policy for policy, of in of_policy.items() if _lengths_differ(of) >= _OTHER_LENGTHS}
+        drawn_evenly = _lengths_differ([one for one in alike if one.policy_version not in self.uneven]) < _LENGTHS
         placeless = [score for score in alike if score.policy_version is None]
         for together in (placeless, *(attempt.scores for attempt in attempts(alike, returns=returns))):
             found: defaultdict[tuple[str, int | None], list[VersionReplay]] = defaultdict(list)
@@ -228,6 +235,8 @@ class Replays:
 
     def get(self, block: Block) -> VersionReplay | None:
         """Replay of the block's drafter version on rollouts of its policy version."""
+        if block.policy_version in self.uneven:
+            return None
         return self._replays.get((block.drafter_version, block.policy_version))
 
     def others(self, block: Block) -> Mapping[str, VersionReplay]:
@@ -254,15 +263,16 @@ def _drafted_alike(scores: Sequence[ScoreRecord]) -> list[ScoreRecord]:
     return [one for one in scores if (one.depth, one.drafting) == (scores[-1].depth, scores[-1].drafting)]
 
 
-def _drawn_evenly(scores: Sequence[ScoreRecord]) -> bool:
-    """Whether the batches' answers are about as long as those that they were drawn from.
+def _lengths_differ(scores: Sequence[ScoreRecord]) -> float:
+    """By what share the batches' answers are longer or shorter than those that they were drawn from; 0: nobody says.
 
-    A hook that has spent its budget sends nothing more of a step: of its first one, or of one that is larger than
-    usual. Where the trainer sorts its micro-batches by length, what it sends is of other prompts than the rest.
+    Infinite where a hook did not know how much would come, as of the first version of a start.
     """
     told = [(score.tokens or 0, score.rollouts or 0, *score.offered) for score in scores if score.offered is not None]
     tokens, answers, of_answers, of_tokens = map(sum, zip(*told, strict=True)) if told else (0, 0, 0, 0)
-    return abs(tokens * of_answers - of_tokens * answers) < _LENGTHS * of_tokens * answers
+    if not told:
+        return 0.0
+    return abs(tokens * of_answers / (of_tokens * answers) - 1.0) if of_tokens * answers else math.inf
 
 
 def _replayed(score: ScoreRecord) -> Iterable[tuple[str, VersionReplay]]:

@@ -39,7 +39,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Final, Literal
 
 from service.monitor.live.blocks import KEPT_BLOCKS, Block
@@ -123,7 +123,7 @@ def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRu
     )
     alive = {reporter: engines[reporter] for reporter, found in judged.items() if found.kind != "dead"}
     unsent = (
-        all_low
+        any(found.kind == "low" for found in judged.values())
         and _unsent_prompts_explain(alive, sent, replays, rule)
         and not _all_was_offered(engines.values(), sent, replays)
     )
@@ -137,7 +137,7 @@ def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRu
         verdicts.append(
             EngineVerdict(reporter, name, text, engines[reporter][-1].drafter_version, found.stretch, found.since)
         )
-    if unsent and not any(verdict.name == "engine features" for verdict in verdicts):
+    if all_low and unsent and not any(verdict.name == "engine features" for verdict in verdicts):
         all_low = False
     return Watch(tuple(verdicts), _hold(verdicts, all_low=all_low, judged=len(judged)))
 
@@ -200,26 +200,36 @@ def _are_all_low(
 def _unsent_prompts_explain(
     engines: Mapping[str, Sequence[Block]], sent: Mapping[int | None, float], replays: Replays, rule: LiveRule
 ) -> bool:
-    """Whether all engines may be low because the trainer does not send its hardest prompts. `sent`: `Replays.answered`.
+    """Whether engines may be low because the trainer does not send its hardest prompts. `sent`: `Replays.answered`.
 
     So it may be where scored batches hold fewer tokens than engines emitted, no engine counts by prompt, and the first
-    drafter version lies as far below replay as each later one. With wrong features each training makes it worse. Of the
-    oldest and the newest policy version that were scored a part may be missing: their tokens are not compared.
+    drafter version lies as far below replay as each of the newest two. With wrong features each training makes it
+    worse. What is not sent varies from step to step, so the error is at least that of the steps' own scatter.
+    Of the oldest and the newest policy version that were scored a part may be missing: their tokens are compared only
+    while there are no others.
     """
     every = chain.from_iterable(engines.values())
     matched = [found for block in every if (found := at_common_depth(block, replays, rule)) is not None]
-    policies = {one.block.policy_version for one in matched} & _scored_whole(sent)
+    scored = sorted(policy for policy in sent if policy is not None)
+    known = {one.block.policy_version for one in matched}
+    policies = known & {*scored[1:-1]} or known & {*scored}
     in_batches = math.fsum(sent[policy] for policy in policies)
     emitted = math.fsum(replays.answered[policy] for policy in policies)
     if any(one.block.by_prompt for one in matched) or not 0 < in_batches < COVERED * emitted:
         return False
-    versions = defaultdict[str, list[Matched]](list)
+    versions = defaultdict[str, defaultdict[int, list[Matched]]](lambda: defaultdict(list))
     for one in sorted(matched, key=lambda one: one.block.policy_version):
-        versions[one.block.drafter_version].append(one)
-    stretches = [s for of in versions.values() if (s := stretch_over(of, replays)) and s.rounds >= rule.min_rounds]
-    return bool(stretches) and not any(
-        one.log_ratio - stretches[0].log_ratio < -SIGMAS * math.hypot(one.error, stretches[0].error)
-        for one in stretches[1:]
+        versions[one.block.drafter_version][one.block.policy_version].append(one)
+    each = [[s for blocks in of.values() if (s := stretch_over(blocks, replays))] for of in versions.values()]
+    steps = [(b.log_ratio - a.log_ratio) ** 2 / (1 / a.rounds + 1 / b.rounds) for of in each for a, b in pairwise(of)]
+    scatter = math.fsum(steps) / len(steps) if steps else 0.0
+    told = list[tuple[float, float]]()
+    for of in versions.values():
+        own = stretch_over(chain.from_iterable(of.values()), replays)
+        if own is not None and own.rounds >= rule.min_rounds:
+            told.append((own.log_ratio, max(own.error**2, scatter / own.rounds)))
+    return bool(told) and not any(
+        gap - told[0][0] < -SIGMAS * math.sqrt(variance + told[0][1]) for gap, variance in told[1:][-2:]
     )
 
 
@@ -240,17 +250,12 @@ def _all_was_offered(engines: Collection[Sequence[Block]], sent: Mapping[int | N
     return 0 < COVERED * emitted <= math.fsum(replays.offered.get(policy, 0.0) for policy in span)
 
 
-def _scored_whole(sent: Mapping[int | None, float]) -> set[int]:
-    """Policy versions whose batches were scored: all but the oldest and the newest, of which a part may be missing."""
-    return {*sorted(policy for policy in sent if policy is not None)[1:-1]}
-
-
 def _name_verdict(
     found: Finding, replays: Replays, rule: LiveRule, *, all_low: bool, unsent: bool, all_above: bool, features: bool
 ) -> tuple[VerdictName, str]:
     """Name the verdict and its evidence. `features`: whether the trainer's may be why this engine alone is low.
 
-    `unsent`: whether prompts that the trainer does not send may be why all engines are low.
+    `unsent`: whether prompts that the trainer does not send may be why engines are low.
     """
     if found.kind in ("healthy", "unknown", "depth", "dead"):
         return found.kind, found.text
@@ -261,7 +266,7 @@ def _name_verdict(
         return "unknown", f"{found.text}: its prompts are easier than the trainer's, or than those of other engines"
     spread = replays.spread or 0.0
     by_prompts = found.explained and not all_low
-    if features and not by_prompts and fell_while_replay_healed([*found.before, *found.blocks], spread):
+    if features and not by_prompts and not unsent and fell_while_replay_healed([*found.before, *found.blocks], spread):
         blame = "live fell from version to version while replay rose: it trains on features that engines do not have"
         return "trainer features", f"{found.text}: {blame}"
     if only_later_drafts_differ(shape_of(found.blocks, spread)):
@@ -275,7 +280,7 @@ def _name_verdict(
         blame = "so it is in all engines; the trainer's features are wrong, or the weights that the service serves"
         return "trainer features", f"{found.text}: {blame}"
     name, blame = _own_fault(found, replays, rule)
-    if by_prompts:
+    if by_prompts or unsent:
         depth = depth_differs(found.blocks, rule, "harder prompts may be why it accepts less")
         if depth is not None:
             return "depth", f"{found.text}: {depth}"

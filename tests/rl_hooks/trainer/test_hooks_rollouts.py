@@ -280,6 +280,9 @@ def test_a_file_says_what_it_was_drawn_from_each_rollout_once(service: Receiver,
     model, names = tiny(), [f"rollout-{n}" for n in range(8)]
     batch, long = padded_batch([(4, 6)] * 8), padded_batch([(4, 6), (4, 36)])
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), max_tokens_per_step=35, strict=True)
+    run_once(hook, model, batch, version=2, rollout_ids=names)
+    told = wire.check_rollout_header(sent_file(service, hook, tmp_path).header).offered
+    assert told == (0, 0), "a start's first version: nobody knows how much of it will come"
     run_once(hook, model, batch, rollout_ids=names)
     assert wire.check_rollout_header(sent_file(service, hook, tmp_path).header).offered == (8, 48)
     run_once(hook, model, batch, rollout_ids=names)  # another epoch
@@ -323,6 +326,22 @@ def test_a_budget_is_spread_over_all_micro_batches_however_a_trainer_sorts_them(
     offered = [length for _, tokens in steps[8:] for length in tokens]
     assert np.mean(lengths) == pytest.approx(np.mean(offered), rel=0.06)
     assert sum(lengths) > 0.85 * sum(50_000 * len(tokens) / max(sizes) for _, tokens in steps[8:])
+
+
+def test_all_of_a_budget_is_spent_where_versions_are_alike() -> None:
+    """The share that is taken follows what is left, for hashes below a fixed share are now fewer and now more."""
+    taken = chosen_in_order(1600, [(version, [10] * 640) for version in range(24)])
+    assert [sum(of_step) for of_step in taken] == [1600] * 24
+
+
+def test_a_later_epoch_takes_nothing_again() -> None:
+    """Neither of a version that is as large as was expected, nor of one of half of that."""
+    choice = RolloutChoice(1.0, 200, Tally(logging.getLogger("rl_hooks"), *COUNTERS))
+    for version, size in ((0, 80), (1, 80), (2, 40)):
+        names = [f"{version}/{number}" for number in range(size)]
+        epochs = [[names[b] for b in choice.choose(names, [10] * size, [6] * size, version)] for _ in range(3)]
+        assert epochs[0]
+        assert epochs[1:] == [[], []]
 
 
 def test_a_budget_is_spread_where_versions_come_again_and_where_they_alternate() -> None:
@@ -384,6 +403,7 @@ def test_late_rollouts_of_several_versions_do_not_renew_budgets_again_and_again(
 def test_what_is_noted_of_one_policy_version_is_bounded() -> None:
     """A loop may never raise it."""
     choice = RolloutChoice(1e-9, 20, Tally(logging.getLogger("rl_hooks"), *COUNTERS))
+    choice.choose(["before"], [10], [6], 9)
     for first in (0, 40_000):
         names = [str(n) for n in range(first, first + 40_000)]
         choice.choose(names, [10] * len(names), [6] * len(names), 0)

@@ -293,7 +293,7 @@ def told(*blocks: Block, replays: Replays | None = None) -> tuple[str, str]:
 def test_what_cannot_be_judged_says_why() -> None:
     assert told(sound(500, policy=1, drafted=4), replays=Replays([])) == (
         "unknown",
-        "no replay α of what it drafts with, on rollouts of the same policy version, so far",
+        "no replay α of what it drafts with, on rollouts drawn evenly from the same policy version, so far",
     )
     assert told(sound(199)) == ("unknown", "199 rounds so far; 200 are needed to judge")
     assert told(sound(200))[0] == "healthy"
@@ -481,8 +481,8 @@ def test_the_last_rounds_of_some_prompts_are_low_only_together_with_their_first_
         (800, 2.775, 1.3, 0.1, ("low", True)),
         (800, 1.3, 1.3, 0.1, ("low", False)),
         (800, 2.3, 1.3, 0.1, ("low", False)),
-        (800, 2.3, 1.3, 20.0, ("low", False)),
-        (192, 2.775, 1.3, 0.1, ("low", False)),
+        (800, 2.3, 1.3, 20.0, ("low", True)),
+        (192, 2.775, 1.3, 0.1, ("low", True)),
         (200, 2.775, 1.3, 0.1, ("low", True)),
         (1600, 2.775, 4.99, 0.1, ("above", True)),
         (1600, 4.9, 4.99, 0.1, ("above", False)),

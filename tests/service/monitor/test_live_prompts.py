@@ -140,6 +140,24 @@ def test_answers_and_their_turns_are_counted_from_the_batches() -> None:
     assert Replays(drawn[1:]).offered == {1: 648.0}, "never less than what was sent"
 
 
+def test_a_version_whose_batches_are_of_other_lengths_than_what_they_were_drawn_from_is_not_compared() -> None:
+    """Nor one of which a hook says nothing, as of a start's first: the shortest answers may have come first."""
+    sums = DrafterSums(100.0, 40.0, 0.0, 8.0)
+    more: dict[str, Any] = {"replayed": (Replayed(VERSION, sums, (), ()),), "rollouts": 10, "tokens": 1000}
+    scored = ScoreRecord(served=sums, drafter_version=VERSION, policy_version=5, entry_id="1-0", **more)
+    for offered, compared in (
+        (None, True),
+        ((0, 0), False),
+        ((20, 2000), True),
+        ((20, 2400), True),
+        ((20, 2700), False),
+    ):
+        found = Replays([replace(scored, offered=offered)])
+        assert (found.get(counts(300, 2.5)) is not None) == compared, offered
+    twice = [replace(scored, offered=(20, 2000)), replace(scored, entry_id="2-0", offered=(0, 0))]
+    assert Replays(twice).get(counts(300, 2.5)) is not None, "what its files were drawn from is said once"
+
+
 # --- what follows for an engine
 def replays(*, turns: int = 1, steps: int = 10, hard: int = 1) -> Replays:
     """Of 32 prompts a step, of which `hard` accept nothing. The rest scatter a little around α = 3."""

@@ -32,12 +32,14 @@ def names(found: Watch) -> dict[str, str]:
 
 def test_engines_that_are_low_since_their_start_or_fell_say_so() -> None:
     low = [sound(1024, factor=0.5) for _ in range(4)]
-    found = watch({"a": low, "b": [sound(4096)]}, replays(), RULE)
+    part = watch({"a": low, "b": [sound(4096)]}, replays(), RULE)
+    assert names(part) == {"a": "lower", "b": "healthy"}, "it may have prompts that the trainer did not send"
+    found = watch({"a": low, "b": [sound(4096)]}, replays(tokens=100_000), RULE)
     assert names(found) == {"a": "engine features", "b": "healthy"}
     assert found.engines[0].text.endswith(
         "so it has been from its first rounds: aux layers in another order, or other states than the trainer sends"
     )
-    fell = watch({"a": [*[sound(1024) for _ in range(4)], *low], "b": [sound(4096)]}, replays(), RULE)
+    fell = watch({"a": [*[sound(1024) for _ in range(4)], *low], "b": [sound(4096)]}, replays(tokens=100_000), RULE)
     assert names(fell) == {"a": "stale weights", "b": "healthy"}
     assert fell.engines[0].text.endswith(
         "it began in the middle of a version, so it does not run the weights that it names, or samples at another "
@@ -57,7 +59,7 @@ def test_all_engines_with_a_living_drafter_are_low_together() -> None:
     assert both.engines[0].text.endswith(
         ": so it is in all engines; the trainer's features are wrong, or the weights that the service serves"
     )
-    alone = watch({"a": low, "c": [dead()]}, replays(), RULE)
+    alone = watch({"a": low, "c": [dead()]}, replays(tokens=100_000), RULE)
     assert names(alone) == {"a": "engine features", "c": "dead"}, "dead engines are no others"
     unknown = watch({"a": low, "b": low, "c": [sound(100)], "d": [sound(100)]}, replays(tokens=100_000), RULE)
     assert names(unknown)["a"] == "trainer features"
@@ -149,7 +151,14 @@ def test_a_gap_that_grows_with_each_drafter_is_not_of_prompts_that_were_not_sent
     assert watch({"a": grows, "b": grows}, found, RULE).hold is not None
     lost = [replace(dead(), drafter_version=versions[0])]
     assert watch({"a": grows, "b": grows, "c": lost}, found, RULE).hold is not None, "a dead engine tells no gap"
-    assert watch({"a": steady, "b": steady}, Replays(scored), RULE).hold is not None, "more of it may be scored later"
+    for first in (scored, [score(0, ALPHAS), *scored], [*scored, score(2, ALPHAS)]):
+        assert watch({"a": steady, "b": steady}, Replays(first), RULE).hold is None, (
+            "fewer than three versions are scored"
+        )
+    heals = engine(2048, 0.8, 0.8, 0.4, 0.5, 0.8, 0.8)
+    assert watch({"a": heals, "b": heals}, found, RULE).hold is None, (
+        "with the newest two it is as it was with the first"
+    )
     few = engine(RULE.min_rounds // 2 - 1, *[0.2] * 6)
     assert watch({"a": few, "b": few}, found, RULE).hold is not None, "no drafter has enough rounds to tell"
 
