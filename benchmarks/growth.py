@@ -329,7 +329,7 @@ def queued(world: World, sizes: Sequence[int]) -> None:
 
 
 def runs(world: World, sizes: Sequence[int]) -> None:
-    """Runs, with 32 scored batches each."""
+    """Runs, with 32 scored batches each. A worker that lives gives a sign of life for each between two scrapes."""
     table, known = Table("runs"), 0
     for size in sizes:
         for number in range(known, size):
@@ -342,7 +342,16 @@ def runs(world: World, sizes: Sequence[int]) -> None:
             world.score("r0")
             world.look(path)
 
-        events = {"a score in one and /metrics": lambda: one("/metrics")}
+        def alive(stores: Sequence[Store]) -> None:
+            for store in stores:
+                store.set_worker()
+            world.look("/metrics")
+
+        stores = [Store(world.redis, f"r{number}") for number in range(size)]
+        events = {
+            "a score in one and /metrics": lambda: one("/metrics"),
+            "/metrics, signs of life": functools.partial(alive, stores),
+        }
         events["/metrics, nothing new"] = lambda: world.look("/metrics")
         table.measure(size, world, events, 20)
     table.show()

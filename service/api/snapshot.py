@@ -34,7 +34,7 @@ from service.monitor.headline import (
 )
 from service.monitor.headroom import longest_pause
 from service.monitor.live.watch import EngineVerdict, failed_pushes
-from service.monitor.metrics import Part, RunSnapshot, advice_of, part_of, stands
+from service.monitor.metrics import Part, RunSnapshot, advice_of, part_of, stands, with_heartbeat
 from service.monitor.records import (
     ANOTHERS_DRAFTER,
     AcceptanceRecord,
@@ -103,15 +103,16 @@ async def read_parts(context: ServiceContext, runs: Sequence[str]) -> tuple[dict
 async def _read_part(context: ServiceContext, answers: Mapping[str, SummaryText], run: str) -> Part:
     """`answers`: of Redis, just now. Where it had none for a run it says why when it is asked for this run alone."""
     answer, stamps, kept = answers.get(run), context.layout.stamps(run), context.part(run)
-    same = kept is not None and (kept.answer, kept.stamps) == (answer, stamps)
+    beat = None if answer is None else answer.heartbeat
+    same = kept is not None and (kept.answer, kept.stamps) == (answer, stamps) and kept.has_beat == (beat is not None)
     if kept is not None and same and kept.limit_bytes == _queue_limit_bytes(context, run, kept.counters):
-        return kept.part
+        return kept.part if beat is None else with_heartbeat(kept.part, beat)
     context.keep_part(run, None)
     snapshot = await read_now(context, run, await context.summary(run) if answer is None else summary_in(answer))
     part = await asyncio.to_thread(part_of, run, snapshot)
     if answer is not None and snapshot.queue_limit_bytes is not None and stands(snapshot):
         limit_bytes, counters = snapshot.queue_limit_bytes, snapshot.counters
-        context.keep_part(run, KeptPart(answer, stamps, limit_bytes, counters, part))
+        context.keep_part(run, KeptPart(answer, beat is not None, stamps, limit_bytes, counters, part))
     return part
 
 

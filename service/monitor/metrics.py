@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from service.monitor.alpha import Attempt
 from service.monitor.counts import sound
@@ -102,6 +103,7 @@ class RunSnapshot(KnownOfRun):
 
 #: What a run adds to the text: its samples, by the lines that begin their family.
 Part: TypeAlias = Mapping[bytes, bytes]
+_HEARTBEAT: Final = b"# HELP draftalign_worker_heartbeat_timestamp_seconds "
 _FAMILY: Final = re.compile(rb"^(# HELP .*\n# TYPE .*\n)((?:[^#].*\n)*)", re.MULTILINE)
 #: The beginning of each family, once for the parts of all runs.
 _BEGINNINGS: Final[dict[bytes, bytes]] = {}
@@ -148,6 +150,16 @@ def part_of(run: str, stored: RunSnapshot) -> Part:
     _add_service(families, run, snapshot)
     _add_drafter(families, run, snapshot)
     return families.part()
+
+
+def with_heartbeat(part: Part, heartbeat: float) -> Part:
+    """The same part after another sign of life of the worker; that of a run that tells none stays as it is."""
+    beginning = next((one for one in part if one.startswith(_HEARTBEAT)), None)
+    if beginning is None:
+        return part
+    sample = part[beginning].rpartition(b" ")[0]
+    value = floatToGoString(heartbeat)  # type: ignore[no-untyped-call]
+    return {**part, beginning: b"%b %b\n" % (sample, value.encode())}
 
 
 def stands(snapshot: RunSnapshot) -> bool:

@@ -106,6 +106,7 @@ class KeptPart(NamedTuple):
     """A run's part of `/metrics`: of what it was made, and the two counters by which the disk bounds its queue."""
 
     answer: SummaryText
+    has_beat: bool
     stamps: tuple[tuple[int, int, int] | None, ...]
     limit_bytes: int
     counters: Mapping[str, int]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from service.monitor.headline import RECENT_BATCHES
@@ -27,10 +28,14 @@ for i = 1, #stream, 2 do -- none in an error: there is no queue
   if stream[i] == 'first-entry' and stream[i + 1] then first = stream[i + 1][1] end
   if stream[i] == 'last-generated-id' then last = stream[i + 1] end
 end
+local worker, beat = redis.call('HGETALL', KEYS[6]), false
+for i = 1, #worker, 2 do
+  if worker[i] == 'heartbeat' then beat, worker[i + 1] = worker[i + 1], '0' end
+end
 return cjson.encode({
-  redis.call('TIME'), first, last, redis.call('GET', KEYS[2]), redis.call('HMGET', KEYS[3], unpack(ARGV, 2)),
+  redis.call('TIME'), beat, first, last, redis.call('GET', KEYS[2]), redis.call('HMGET', KEYS[3], unpack(ARGV, 2)),
   redis.call('GET', KEYS[4]), redis.call('TTL', KEYS[4]), redis.call('XREVRANGE', KEYS[5], '+', '-', 'COUNT', ARGV[1]),
-  redis.call('HGETALL', KEYS[6]), redis.call('GET', KEYS[7]),
+  worker, redis.call('GET', KEYS[7]),
   redis.call('ZRANGE', KEYS[8], -1, -1, 'WITHSCORES')[2] or false,
   (redis.call('XREVRANGE', KEYS[9], '+', '-', 'COUNT', 1)[1] or { '0-0' })[1], redis.call('HLEN', KEYS[10]),
   redis.call('HLEN', KEYS[11]),
@@ -60,21 +65,33 @@ class Summary(NamedTuple):
     changes: Changes
 
 
-class SummaryText(NamedTuple):
-    """What the script said of a run. Answers are equal while nothing is written and no key expires.
+@dataclass(frozen=True, slots=True)
+class SummaryText:
+    """What the script said of a run. Answers are equal while nothing but heartbeats is written and no key expires.
 
-    `ahead`: whole seconds of this host's clock before that of Redis. `text`: JSON of all but the time.
+    `ahead`: whole seconds of this host's clock before that of Redis. `text`: JSON of all but the time and the worker's
+    heartbeat, which is 0 in it. `beat`: JSON of that.
     """
 
     ahead: int
     text: bytes
+    beat: bytes = field(compare=False)
 
     @classmethod
     def of(cls, found: bytes) -> SummaryText:
         """As it came, just now."""
         time_of_redis, _, rest = found.removeprefix(b"[").partition(b"],")
         seconds, microseconds = map(int, json.loads(time_of_redis + b"]"))
-        return cls(round(time.time() - (seconds + microseconds / 1e6)), b"[" + rest)
+        beat, _, rest = rest.partition(b",")
+        return cls(round(time.time() - (seconds + microseconds / 1e6)), b"[" + rest, beat)
+
+    @property
+    def heartbeat(self) -> float | None:
+        """The worker's last sign of life by this host's clock; None: there was none, or it is no number."""
+        found = json.loads(self.beat)
+        at = gauges({"heartbeat": found}).heartbeat if found else None
+        # Whole seconds: one sign of life has one time, whenever it is read.
+        return None if at is None else at + self.ahead
 
 
 async def summary_of(redis: Any, run: str) -> Summary:
@@ -109,7 +126,7 @@ def summary_in(answer: SummaryText) -> Summary:
         last_arrival=_arrival(newest),
         outdated=_goes_on(outdated or "", kept_seconds),
         dead_letters=[_named(fields) for _, fields in letters],
-        worker=_worker(_named(worker), ahead=answer.ahead),
+        worker=gauges(_named(worker)).model_copy(update={"heartbeat": answer.heartbeat}),
         times_scored=int(scored or 0),
         last_report=float(report) if report else None,
         changes=Changes(changes[0], (changes[1], changes[2]), []),
@@ -120,15 +137,6 @@ def gauges(fields: Mapping[str, str]) -> WorkerGauges:
     """The worker's gauges, its `heartbeat` by the clock of Redis."""
     values = ",".join(f"{json.dumps(name)}:{value}" for name, value in fields.items())
     return read(WorkerGauges, f"{{{values}}}") or WorkerGauges()
-
-
-def _worker(fields: Mapping[str, str], ahead: int) -> WorkerGauges:
-    """`ahead`: as of `SummaryText`."""
-    found = gauges(fields)
-    if found.heartbeat is None:
-        return found
-    # Whole seconds: one sign of life has one time, whenever it is read.
-    return found.model_copy(update={"heartbeat": found.heartbeat + ahead})
 
 
 def _goes_on(told: str, kept_seconds: int) -> bool:

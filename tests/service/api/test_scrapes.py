@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -150,6 +151,15 @@ def test_a_part_is_made_again_after_each_event_and_says_what_another_process_say
             event()
             assert await compare() == ["one"], number
             assert await compare() == [], number
+        for beat in (None, "1764547200.25", "soon"):
+            scraped.store.set_worker()
+            if beat is not None:
+                scraped.redis.hset(KEYS.worker, "heartbeat", beat)
+            assert await compare() == ([] if beat != "soon" else ["one"]), (
+                "a sign of life alone changes no other sample"
+            )
+        scraped.store.set_worker()
+        assert await compare() == ["one"]
 
         async with redis.asyncio.Redis.from_url(scraped.url) as client:
             await AsyncStore(client, "one").book(acceptance(old))
@@ -192,7 +202,7 @@ def test_what_the_clock_alone_changes_is_told(scraped: Scraped, monkeypatch: pyt
     """Headroom has another meaning once the trainer is silent, without anything being written."""
     real, past, of = time.time, 0.0, SummaryText.of
     monkeypatch.setattr(time, "time", lambda: real() + past)
-    monkeypatch.setattr(SummaryText, "of", lambda found: of(found)._replace(ahead=0))
+    monkeypatch.setattr(SummaryText, "of", lambda found: replace(of(found), ahead=0))
 
     async def work(compare: Callable[[], Awaitable[list[str]]]) -> None:
         nonlocal past

@@ -210,9 +210,8 @@ def test_the_answers_equal_those_computed_from_all_records(
         monkeypatch.setattr(time, "time", lambda: world.now)
         monkeypatch.setattr("service.storage.history.events._HISTORY_BYTES", 300)
         monkeypatch.setattr("service.api.context.context._UNASKED_SECONDS", -1.0)
-        monkeypatch.setattr(summary, "_worker", lambda fields, **_: summary.gauges(fields))  # and the clock of Redis
         answer = summary.SummaryText.of
-        monkeypatch.setattr(summary.SummaryText, "of", lambda found: answer(found)._replace(ahead=0))
+        monkeypatch.setattr(summary.SummaryText, "of", lambda found: replace(answer(found), ahead=0))
         publish(world.registry)
 
         trimmed: dict[ServiceContext, int] = {}
