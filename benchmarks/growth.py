@@ -348,11 +348,11 @@ def runs(world: World, sizes: Sequence[int]) -> None:
             world.look("/metrics")
 
         stores = [Store(world.redis, f"r{number}") for number in range(size)]
-        events = {
+        events: dict[str, Callable[[], object]] = {
             "a score in one and /metrics": lambda: one("/metrics"),
             "/metrics, signs of life": functools.partial(alive, stores),
+            "/metrics, nothing new": lambda: world.look("/metrics"),
         }
-        events["/metrics, nothing new"] = lambda: world.look("/metrics")
         table.measure(size, world, events, 20)
     table.show()
 
