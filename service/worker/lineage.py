@@ -334,7 +334,7 @@ class Lineage:
 
         A worker that died between this and its checkpoint judges the same batches again.
         """
-        last = self._registry.history.last_of(self._run, ("refused",))
+        last = self._registry.history.last_of(self._run, ("refused",), version=None)  # a sent drafter's has one
         known = last.gate.judged_to if isinstance(last, Refused) and last.gate is not None else None
         if known is None or evidence.judged_to is None or arrival(evidence.judged_to) > arrival(known):
             self._record(Refused(policy_version=policy_version, reason=reason, gate=evidence))

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 from service.monitor.events import CanaryVerdict, Event, RunEvent, read_event
@@ -70,10 +71,10 @@ class History:
         with self._reading:
             return dict(digest.sent)
 
-    def last_of(self, run: str, kinds: Collection[str], version: str | None = None) -> Event | None:
-        """The newest event of these kinds that is kept. `version`: of this one; None: of any."""
+    def last_of(self, run: str, kinds: Collection[str], version: str | EllipsisType | None = ...) -> Event | None:
+        """The newest event of these kinds that is kept. `version`: of this one; None: of none; not given: of any."""
         newest_first = map(read_event, reversed(self._moves(run).read()))
-        found = (event for event in newest_first if event.event in kinds and version in (None, event.version))
+        found = (event for event in newest_first if event.event in kinds and version in (..., event.version))
         return next(found, None)
 
     def _digest(self, file: LineFile) -> HistoryDigest:

@@ -26,6 +26,7 @@ from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
 from service.access.audit import AuditLog
 from service.cli.main import app
+from service.monitor.events import GateEvidence
 from service.storage.admission import sent as admission
 from service.storage.registry import Registry
 from service.worker.promotion import gate as promotion
@@ -299,6 +300,19 @@ def test_a_refused_drafter_that_is_sent_again_is_looked_at_again(bench: Bench, t
         assert registry.archive("default", staged, like=first, reason="x", by=None, most_waiting=1) == (sent, False)
     assert (len(shares[0]), len(shares[1])) == (1, 2)
     assert sum(shares[1].values()) <= 0.1
+
+
+def test_what_is_sent_and_the_candidate_are_both_refused_on_one_claim(
+    bench: Bench, service: RunningService, served: str
+) -> None:
+    version = send(service, body(bench.world.drafter(seed=5))).json()["version"]
+    lineage, evidence = bench.worker(**SETTINGS).learner.lineage, GateEvidence(judged_to="7-1")
+    lineage.refuse_sent(version, "no better", evidence)
+    for _ in range(2):  # a worker that died judges the claim again
+        lineage.refuse(1, "no gain", evidence)
+    assert [event.get("version") for event in history(service, "refused")] == [version, None]
+    lineage.refuse(1, "no gain", GateEvidence(judged_to="8-1"))
+    assert len(history(service, "refused")) == 3
 
 
 def test_a_drafter_whose_gain_stays_in_doubt_is_given_up(
