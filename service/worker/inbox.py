@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Final
 
 from redis.exceptions import RedisError
@@ -157,11 +158,13 @@ class ArrivedVersions:
         """Mean time between policy versions that came, by the arrival of their rollouts. None: only one was seen.
 
         Only arrivals count. Versions are labels, such as an optimizer's steps: their distances tell nothing. A pause
-        far longer than all other times together is the run's, and tells nothing of the time that a version takes.
+        far longer than all other times together is the run's, and tells nothing of the time that a version takes. But
+        where most others are short, what was made in that time came at once after it: the service was away.
         """
         times = sorted(after[0] - before[0] for before, after in pairwise(self._first_seen))
-        if len(times) > 2 and times[-1] > _PAUSE * sum(times[:-1]):
-            times.pop()
+        others = times[:-1]
+        if len(others) > 1 and times[-1] > _PAUSE * sum(others) and 2 * median(others) > sum(others) / len(others):
+            times = others
         return sum(times) / len(times) if times else None
 
 

@@ -350,6 +350,10 @@ def test_a_pause_of_the_run_says_nothing_of_the_time_between_versions_and_bursts
         assert seconds_after([*before, *(before[-1] + night + 60.0 * number for number in range(back))]) == 60.0
     bursts = [burst + one for burst in range(0, 4000, 400) for one in range(4)]
     assert seconds_after(bursts) == (bursts[-1] - bursts[-16]) / 15
+    # The service was away for so many versions, which a sender had kept and sent at once.
+    for away in range(1, 14):
+        kept = [20 * 60.0 + away * 60.0 + number for number in range(away)]
+        assert seconds_after([*before, *kept]) == (kept[-1] - before[-16 + away]) / 15
 
 
 def test_a_clock_of_redis_that_was_set_back_does_not_make_versions_follow_at_once() -> None:
