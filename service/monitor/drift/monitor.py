@@ -163,7 +163,8 @@ class DriftMonitor:
             sd=sd,
             uncertainty=self.state.levels.uncertainty(),
             owed=Estimate(self.state.levels.owed, self.state.levels.owed_variance),
-            several_strata=sum(map(bool, self.state.levels.names)) > 1,
+            # Greedy answers of a kind are of it (`service.worker.scoring`).
+            several_strata=len({name.removesuffix("greedy").strip() for name in self.state.levels.names}) > 1,
             rollouts_per_tick=self.config.rollouts_per_tick,
         )
 

@@ -117,7 +117,16 @@ def test_traffic_counts_from_the_first_batch_on_by_the_time_since_the_one_before
     assert (traffic.rollouts, traffic.seconds) == (before[0] + 10, before[1])
 
 
-@pytest.mark.parametrize(("kinds", "told"), [(["one"], False), (["one", "two"], True), (["", "greedy"], False)])
+@pytest.mark.parametrize(
+    ("kinds", "told"),
+    [
+        (["one"], False),
+        (["one", "two"], True),
+        (["", "one"], True),
+        (["", "greedy"], False),
+        (["one", "one greedy"], False),
+    ],
+)
 def test_what_the_prompts_did_is_told_where_their_kinds_are_and_after_the_warm_up(kinds: list[str], told: bool) -> None:
     rng, monitor = np.random.default_rng(4), DriftMonitor(config(warmup_ticks=20))
     for tick in range(1, 30):
