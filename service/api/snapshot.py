@@ -48,6 +48,7 @@ from service.monitor.records import (
 from service.reading.deltas import Delta
 from service.reading.series import ScoredBatch, Series
 from service.settings import Settings
+from service.storage.layout import Stamps
 from service.storage.ready import Memory, is_of_one_key, memory_of
 from service.storage.reports.store import NEWEST_REPORTS, Changes
 from service.storage.reports.summary import Summary, SummaryText, answers_of, summary_in
@@ -94,15 +95,21 @@ async def read_parts(context: ServiceContext, runs: Sequence[str]) -> tuple[dict
     for begin in range(0, len(runs), _AT_ONCE):
         some = runs[begin : begin + _AT_ONCE]
         answers = await answers_of(context.redis.client, some)
-        found, broken = await each_run(some, partial(_read_part, context, answers))
+        stamps = dict(zip(some, await asyncio.to_thread(list, map(context.layout.stamps, some)), strict=True))
+        found, broken = await each_run(some, partial(_read_part, context, answers, stamps))
         parts |= found
         damaged |= broken
     return parts, damaged
 
 
-async def _read_part(context: ServiceContext, answers: Mapping[str, SummaryText], run: str) -> Part:
-    """`answers`: of Redis, just now. Where it had none for a run it says why when it is asked for this run alone."""
-    answer, stamps, kept = answers.get(run), context.layout.stamps(run), context.part(run)
+async def _read_part(
+    context: ServiceContext, answers: Mapping[str, SummaryText], files: Mapping[str, Stamps], run: str
+) -> Part:
+    """`answers`: of Redis, just now. Where it had none for a run it says why when it is asked for this run alone.
+
+    `files`: the runs' `stamps`, taken before anything else is read of them.
+    """
+    answer, stamps, kept = answers.get(run), files[run], context.part(run)
     beat = None if answer is None else answer.heartbeat
     same = kept is not None and (kept.answer, kept.stamps) == (answer, stamps) and kept.has_beat == (beat is not None)
     if kept is not None and same and kept.limit_bytes == _queue_limit_bytes(context, run, kept.counters):

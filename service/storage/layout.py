@@ -35,6 +35,8 @@ FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 #: Inode (or size) and time of change of a file; None: there is no such file.
 FileId = tuple[int, int] | None
+#: Inode, time of change and size of each of some files; None: there is no such file.
+Stamps = tuple[tuple[int, int, int] | None, ...]
 
 
 class Layout:
@@ -117,7 +119,7 @@ class Layout:
         """The registration's record."""
         return self.run(run) / "run.json"
 
-    def stamps(self, run: str) -> tuple[tuple[int, int, int] | None, ...]:
+    def stamps(self, run: str) -> Stamps:
         """What differs once something small of a run was written: its record, state, served version or history."""
         revalidate(self.run(run))
         return tuple(map(_stamp, (self.run_json(run), self.run_state(run), self.latest(run), self.history(run))))

@@ -30,7 +30,7 @@ from service.reading.quiet import Quiet
 from service.reading.series import Series
 from service.reading.shared import Shared
 from service.settings import Settings
-from service.storage.layout import FileId, file_id, is_there
+from service.storage.layout import FileId, Stamps, file_id, is_there
 from service.storage.mirror import state_of
 from service.storage.queue.dead import DeadLetters
 from service.storage.queue.incoming import Incoming
@@ -107,7 +107,7 @@ class KeptPart(NamedTuple):
 
     answer: SummaryText
     has_beat: bool
-    stamps: tuple[tuple[int, int, int] | None, ...]
+    stamps: Stamps
     limit_bytes: int
     counters: Mapping[str, int]
     part: Part

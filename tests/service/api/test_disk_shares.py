@@ -26,6 +26,7 @@ from redis import Redis
 from rl_hooks.wire import CONTENT_TYPE, Tensor
 from service.api.context.context import ServiceContext
 from service.api.problems import in_units
+from service.storage.layout import Layout
 from service.storage.queue.keys import Keys
 from service.storage.runs import kept_bytes
 from service.storage.spool import Spool
@@ -518,3 +519,12 @@ def test_a_disk_without_inodes_is_not_ready_and_it_is_said_what_to_do(small_disk
     subprocess.run(["mount", "-o", f"remount,nr_inodes={used + 100}", small_disk], check=True)
     assert service.client.get("/readyz").status_code == 200
     assert service.post(rollout_file(("more",), run="old"), "old").status_code == 202
+
+
+def test_a_disk_that_always_says_that_no_inode_is_left_is_believed_only_where_no_file_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = Spool(Layout(tmp_path))
+    monkeypatch.setattr("service.storage.spool.os.statvfs", lambda _path: SimpleNamespace(f_files=1, f_favail=0))
+    assert spool.takes_files()
+    assert not list((tmp_path / "spool" / "tmp").iterdir())
