@@ -80,7 +80,7 @@ class _Tracked:
         """All rows, as `assemble` takes them."""
         if self.failure is not None:
             raise RuntimeError(f"rows of a step did not arrive: {self.failure}")
-        if not self.parts:
+        if not self.held:
             return []
         whole = [torch.from_numpy(np.concatenate(parts)) for parts in zip(*self.parts, strict=True)]
         tokens, scores, aux, last = (rows.view(dtype) for rows, dtype in zip(whole, self.dtypes, strict=True))
@@ -188,6 +188,7 @@ class _Sender:
         for tracked in ended:
             with self._holding:
                 tracked.freed = True
+                tracked.parts.clear()  # a step that waits to be scored still has the request
                 self._tally.add("rows", -tracked.held)
             self._budget.correct(tracked.sent - tracked.reserved)
 
