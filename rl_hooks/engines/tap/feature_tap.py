@@ -1,9 +1,9 @@
 """Features of live requests, collected step by step inside an inference engine.
 
-Engine-independent: an adapter (`rl_hooks.engines.vllm.tap`) describes each step as a `Step`, and says when requests
-begin and end. Each step copies its rows on the device. Every 16 steps, and when a request has ended, the rows that
-wait are scored and start to be copied to the host; no step waits for that, and only the device knows yet which drafts
-were rejected. The rows of a request are joined when it has ended.
+An adapter (`tap.py` of vLLM and of SGLang) describes each step as a `Step`, and says when requests begin and end. Each
+step copies its rows on the device. Every 16 steps, and whenever 1,024 rows wait, these are scored and start to be
+copied to the host; no step waits for that, and only the device knows yet which drafts were rejected. Their rows are
+dropped on the host. The rows of a request are joined when it has ended.
 
 Invariants
 * The next step computes the row of a rejected draft again, a preempted request all its rows: the newest row counts.
