@@ -14,6 +14,7 @@ import pytest
 from helpers import made_once
 from helpers.engine.agent_fixtures import eventually
 from helpers.engine.engine_forks import Forks, written_to
+from helpers.forked import run_fork
 
 PROGRAM = """
 import json, os, sys, time
@@ -103,6 +104,27 @@ def test_a_fork_runs_where_it_is_told_and_its_errors_go_to_a_file_of_their_own(p
     fork = forks().fork(str(program), [], {"PYTHONPATH": "/nowhere"}, log, errors=errors, directory=place)
     fork.wait(60)
     assert (log.read_text(), errors.read_text()) == (f"{place}\n", "wrong\n")
+
+
+INTERRUPTED = """
+import sys, time
+from pathlib import Path
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    Path(sys.argv[1]).touch()
+"""
+
+
+def test_a_fork_whose_time_is_up_may_end_what_it_has_begun(tmp_path: Path) -> None:
+    program, ended = tmp_path / "program.py", tmp_path / "ended"
+    program.write_text(INTERRUPTED)
+    for seconds in (1.0, 10.0, 100.0):  # until it has come so far, on any machine
+        with pytest.raises(subprocess.TimeoutExpired):
+            run_fork("command", str(program), str(ended), directory=tmp_path, environment=os.environ, seconds=seconds)
+        if ended.exists():
+            return
+    raise AssertionError("it was killed at once")
 
 
 def test_what_forks_outlives_who_began_it_by_its_last_fork_whose_exit_code_is_known(

@@ -78,12 +78,15 @@ def test_the_drafter_stays_in_step_and_a_killed_worker_is_not_noticed(tmp_path: 
     script = str(Path(__file__).with_name("begun_demo.py"))
     demo = forks("trainer").fork(script, argv, os.environ | {"PYTHONPATH": str(ROOT)}, log)
     killed = False
-    while demo.poll(0.2) is None:
-        if not killed and b"step  20 " in log.read_bytes():
-            worker = child_of(out, "worker")
-            assert worker is not None
-            os.kill(worker, signal.SIGKILL)
-            killed = True
+    try:
+        while demo.poll(0.2) is None:
+            if not killed and b"step  20 " in log.read_bytes():
+                worker = child_of(out, "worker")
+                assert worker is not None
+                os.kill(worker, signal.SIGKILL)
+                killed = True
+    finally:
+        demo.kill()
     text = log.read_text(errors="replace")
     assert demo.returncode == 0, text[-4000:]
     assert killed

@@ -16,6 +16,7 @@ from examples import elicit, policy
 OPERANDS = st.tuples(*[st.integers(0, elicit.MODULUS - 1)] * len(elicit.PLACES))
 
 
+@settings(deadline=None)
 @given(OPERANDS)
 def test_a_prompt_tells_its_operands(operands: tuple[int, ...]) -> None:
     assert elicit.operands_of(elicit.prompt(operands)) == operands
@@ -60,6 +61,7 @@ def test_the_reward_is_the_digit_before_the_final_stop(answer: str, expected: fl
     assert elicit.elicit_reward(["sum a3 b1 c4 d2 ="], [answer], trainer_state=None) == [expected]
 
 
+@settings(deadline=None)
 @given(OPERANDS, st.integers(0, 2**32))
 def test_every_worked_answer_is_right_and_every_answer_fits(operands: tuple[int, ...], seed: int) -> None:
     rng = random.Random(seed)
@@ -85,7 +87,7 @@ def test_guesses_are_right_one_time_in_five() -> None:
     assert sum(rewards) / len(rewards) == pytest.approx(0.2, abs=0.03)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(OPERANDS, st.integers(0, 2**32))
 def test_the_tokenizer_gives_one_token_a_word_and_the_text_back(operands: tuple[int, ...], seed: int) -> None:
     tokenizer = _TOKENIZER

@@ -53,8 +53,10 @@ def run_fork(
         try:
             fork.wait(seconds)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(fork.pid, signal.SIGKILL)  # what it has forked, too
+            for number in (signal.SIGINT, signal.SIGKILL):  # at first it may end what is in a group of its own, a fork
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(fork.pid, number)
+                fork.poll(30.0)
             raise
         code = fork.returncode
         return subprocess.CompletedProcess([program, *arguments], code, output.read_text(), errors.read_text())

@@ -1,9 +1,9 @@
 """Features of live requests, collected step by step inside an inference engine.
 
-Engine-independent: an adapter (`rl_hooks.engines.vllm.tap`) describes each step as a `Step`, and says when requests
-begin and end. Each step copies its rows on the device. Every 16 steps, and when a request has ended, the rows that
-wait are scored and start to be copied to the host; no step waits for that, and only the device knows yet which drafts
-were rejected. The rows of a request are joined when it has ended.
+An adapter (`tap.py` of vLLM and of SGLang) describes each step as a `Step`, and says when requests begin and end. Each
+step copies its rows on the device. Every 16 steps, and whenever 1,024 rows wait, these are scored and start to be
+copied to the host; no step waits for that, and only the device knows yet which drafts were rejected. Their rows are
+dropped on the host. The rows of a request are joined when it has ended.
 
 Invariants
 * The next step computes the row of a rejected draft again, a preempted request all its rows: the newest row counts.
@@ -80,7 +80,7 @@ class _Tracked:
         """All rows, as `assemble` takes them."""
         if self.failure is not None:
             raise RuntimeError(f"rows of a step did not arrive: {self.failure}")
-        if not self.parts:
+        if not self.held:
             return []
         whole = [torch.from_numpy(np.concatenate(parts)) for parts in zip(*self.parts, strict=True)]
         tokens, scores, aux, last = (rows.view(dtype) for rows, dtype in zip(whole, self.dtypes, strict=True))
@@ -188,6 +188,7 @@ class _Sender:
         for tracked in ended:
             with self._holding:
                 tracked.freed = True
+                tracked.parts.clear()  # a step that waits to be scored still has the request
                 self._tally.add("rows", -tracked.held)
             self._budget.correct(tracked.sent - tracked.reserved)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from helpers.engine.agent_fixtures import Engine, Service, eventually, running_agent, settle
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 
@@ -673,6 +673,7 @@ def test_alpha_of_nothing_is_not_a_number() -> None:
     assert math.isnan(Counts().alpha)
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from("ab"), st.integers(0, 3), st.integers(0, 50), st.integers(0, 3)),

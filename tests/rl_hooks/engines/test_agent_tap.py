@@ -212,9 +212,13 @@ def test_beyond_the_bound_of_memory_the_request_that_goes_beyond_it_is_dropped()
     tapped.begin(first.request())
     tapped.begin(second.request())
     tapped.step(step([(first, 0, [3] * 35, 0, 3), (second, 0, [3] * 35, 0, 3)]))
+    tapped.flush()
+    dropped = tapped._tracked["second"]
+    eventually(lambda: len(dropped.parts) == 1)
     tapped.step(step([(first, 35, [3] * 5, 0, 3), (second, 35, [3] * 30, 0, 3)]))
     assert list(tapped.collected) == ["first"]
     assert (tapped.tally["skipped_memory"], tapped.tally["rows"]) == (1, 40)
+    assert dropped.parts == [], "its rows are gone, although its last step still waits"
 
 
 def test_rejected_drafts_take_no_room_that_long_answers_need() -> None:
@@ -230,6 +234,15 @@ def test_rejected_drafts_take_no_room_that_long_answers_need() -> None:
     tapped.end(["one"])
     eventually(lambda: tapped.tally["delivered"] == 1 and tapped.tally["rows"] == 0)
     assert collected[0].input_ids.tolist() == one.tokens
+
+
+def test_a_request_of_which_every_row_was_rejected_is_no_failure() -> None:
+    tapped, one = tap(lambda _: None), Script("one", [2], [])
+    tapped.begin(one.request())
+    tapped.step(step([(one, 0, [2, 3], 2, 4)]))
+    tapped.end(["one"])
+    eventually(lambda: tapped.tally["skipped_short"] == 1)
+    assert (tapped.tally["failures"], tapped.tally["rows"]) == (0, 0)
 
 
 def held_bytes(tapped: FeatureTap) -> int:

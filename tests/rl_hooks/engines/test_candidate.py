@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 from torch import Tensor
@@ -213,6 +213,7 @@ def test_a_hostile_file_is_refused_and_never_raises_anything_else(body: bytes) -
         candidate(body)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=400))
 def test_no_header_raises_anything_but_a_refusal(noise: bytes) -> None:
     with pytest.raises(DrafterRefusedError):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from helpers.service.service_fixtures import RunningService
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.api import acceptance
@@ -226,6 +226,7 @@ def test_a_damaged_file_is_as_none(serve: Callable[..., RunningService]) -> None
     assert supposed(service) == (3, "probabilistic")
 
 
+@settings(deadline=None)
 @given(depth=st.one_of(st.none(), st.integers()), drafting=st.one_of(st.none(), st.text(), st.just("greedy")))
 def test_only_what_an_engine_can_do_is_taken(depth: int | None, drafting: str | None) -> None:
     found = Drafting.supposed(Settings()).with_reported(depth, drafting)

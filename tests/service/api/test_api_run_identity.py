@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -307,6 +308,22 @@ def test_a_draft_vocabulary_that_contradicts_itself_is_refused_before_the_worker
     assert (reply.status_code, words in reply.text) == (422, True), reply.text
     assert bare.layout.run_names() == []
     assert put_policy(bare, mine | drafter, drafter_config=config).status_code == 201
+
+
+def test_offsets_of_a_whole_vocabulary_that_wrap_around_are_refused(bare: RunningService) -> None:
+    """Each id is above the one before it, by the differences of 64 bits; without t2d nothing else says otherwise."""
+    ids = np.arange(SIZES.vocab_size)
+    ids[1:4] = 2**63 - 1, 1 - 2**63, -1
+    assert (np.diff(ids) > 0).all()
+    drafter = drafter_tensors()
+    del drafter["drafter.t2d"]
+    drafter |= {
+        "drafter.d2t": wire.Tensor.of(ids - np.arange(len(ids)), "I64"),
+        "drafter.lm_head.weight": f32_of(np.ones((SIZES.vocab_size, SIZES.hidden_size), np.float32)),
+    }
+    config = json.dumps(export_config(replace(SIZES, draft_vocab_size=SIZES.vocab_size)))
+    reply = put_policy(bare, policy(weights(0), weights(1)) | drafter, drafter_config=config)
+    assert (reply.status_code, "ids that ascend within" in reply.text) == (422, True), reply.text
 
 
 def refuse(service: RunningService, redis_client: Redis, run: str = "default") -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from helpers.worker.record_fixtures import told
 from helpers.worker.worker_fixtures import FINGERPRINT, HIDDEN, LAYERS, VOCAB, Bench, World, joined
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter.batch import RolloutBatch, load_batch, prompt_hashes
@@ -219,6 +219,7 @@ def test_rollouts_are_found_again_among_those_that_were_looked_at(bench: Bench) 
     torch.testing.assert_close(alone.rounds, fresh.replays[version].select(chosen).rounds)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from("abcde"), max_size=80), st.integers(0, 50))
 def test_a_quarter_of_the_siblings_and_two_at_least_stand_for_their_prompt(prompts: list[str], version: int) -> None:
     chosen = some_siblings(prompts, version)
