@@ -31,6 +31,7 @@ from service.storage.history.events import History
 from service.storage.queue.keys import Keys
 from service.storage.ready import Memory, memory_of
 from service.storage.reports.store import RECENT_SCORES, AsyncStore
+from service.storage.runs import change_state
 
 NOW = 5000.0
 VERSION = "v000001-aaaaaaaa"
@@ -207,11 +208,14 @@ def test_headlines_go_on_when_redis_answers_oddly(
             raise KeyError("nobody foresaw it")
         return await real(client)
 
-    monkeypatch.setattr(service.api.snapshot, "_WATCH_SECONDS", 0.05)
-    monkeypatch.setattr(service.api.snapshot, "memory_of", odd)
     caplog.set_level(logging.INFO, logger="draftalign.api")
-    assert serve().register("sound").status_code == 201
-    bench.wait(lambda: "sound: Waiting for the first rollouts." in caplog.text)
+    monkeypatch.setattr(service.api.snapshot, "_WATCH_SECONDS", 0.05)
+    running = serve()
+    assert running.register("sound").status_code == 201
+    monkeypatch.setattr(service.api.snapshot, "memory_of", odd)  # now: a request asks, too
+    bench.wait(lambda: asked["memory"] > 3)
+    change_state(running.layout, "sound", "paused", "for a while")
+    bench.wait(lambda: "sound: Paused" in caplog.text)
     assert [r.exc_info[0] for r in caplog.records if r.exc_info] == [KeyError], "said once"
 
 
