@@ -266,13 +266,13 @@ def _drafted_alike(scores: Sequence[ScoreRecord]) -> list[ScoreRecord]:
 def _lengths_differ(scores: Sequence[ScoreRecord]) -> float:
     """By what share the batches' answers are longer or shorter than those that they were drawn from; 0: nobody says.
 
-    Infinite where a hook did not know how much would come, as of the first version of a start.
+    Infinite where a hook says rollouts and no tokens: its budget may not have reached the last ones.
     """
     told = [(score.tokens or 0, score.rollouts or 0, *score.offered) for score in scores if score.offered is not None]
     tokens, answers, of_answers, of_tokens = map(sum, zip(*told, strict=True)) if told else (0, 0, 0, 0)
-    if not told:
-        return 0.0
-    return abs(tokens * of_answers / (of_tokens * answers) - 1.0) if of_tokens * answers else math.inf
+    if any(own[2] > 0 == own[3] for own in told):
+        return math.inf
+    return abs(tokens * of_answers / (of_tokens * answers) - 1.0) if of_tokens * answers else 0.0
 
 
 def _replayed(score: ScoreRecord) -> Iterable[tuple[str, VersionReplay]]:

@@ -141,21 +141,28 @@ def test_answers_and_their_turns_are_counted_from_the_batches() -> None:
 
 
 def test_a_version_whose_batches_are_of_other_lengths_than_what_they_were_drawn_from_is_not_compared() -> None:
-    """Nor one of which a hook says nothing, as of a start's first: the shortest answers may have come first."""
+    """Nor one of which a hook says no tokens, as of a start's first: the shortest answers may have come first."""
     sums = DrafterSums(100.0, 40.0, 0.0, 8.0)
     more: dict[str, Any] = {"replayed": (Replayed(VERSION, sums, (), ()),), "rollouts": 10, "tokens": 1000}
     scored = ScoreRecord(served=sums, drafter_version=VERSION, policy_version=5, entry_id="1-0", **more)
     for offered, compared in (
         (None, True),
-        ((0, 0), False),
+        ((0, 0), True),
+        ((20, 0), False),
+        ((0, 2000), False),
         ((20, 2000), True),
         ((20, 2400), True),
         ((20, 2700), False),
     ):
         found = Replays([replace(scored, offered=offered)])
         assert (found.get(counts(300, 2.5)) is not None) == compared, offered
-    twice = [replace(scored, offered=(20, 2000)), replace(scored, entry_id="2-0", offered=(0, 0))]
-    assert Replays(twice).get(counts(300, 2.5)) is not None, "what its files were drawn from is said once"
+    for second, compared in (((0, 0), True), ((1, 0), False), (None, True)):
+        twice = [replace(scored, offered=(20, 2000)), replace(scored, entry_id="2-0", offered=second)]
+        found = Replays(twice)
+        assert (found.get(counts(300, 2.5)) is not None) == compared, "what its files were drawn from is said once"
+        assert found.get(replace(counts(300, 2.5), policy_version=6)) is None
+    other = replace(scored, entry_id="3-0", policy_version=6, offered=(20, 2000))
+    assert Replays([*twice[:1], replace(twice[0], offered=(1, 0)), other]).uneven == {5}, "other versions are compared"
 
 
 # --- what follows for an engine

@@ -149,6 +149,8 @@ def test_a_gap_that_grows_with_each_drafter_is_not_of_prompts_that_were_not_sent
     steady, grows = engine(2048, *[0.6] * 6), engine(2048, 0.8, 0.8, 0.6, 0.5, 0.4, 0.3)
     assert watch({"a": steady, "b": steady}, found, RULE).hold is None
     assert watch({"a": grows, "b": grows}, found, RULE).hold is not None
+    new = [*grows[:5], replace(sound(400, factor=0.75), drafter_version=versions[5])]
+    assert watch({"a": new, "b": new}, found, RULE).hold is not None, "a new drafter's first rounds say little"
     lost = [replace(dead(), drafter_version=versions[0])]
     assert watch({"a": grows, "b": grows, "c": lost}, found, RULE).hold is not None, "a dead engine tells no gap"
     for first in (scored, [score(0, ALPHAS), *scored], [*scored, score(2, ALPHAS)]):
