@@ -162,7 +162,8 @@ def test_a_version_whose_batches_are_of_other_lengths_than_what_they_were_drawn_
         assert (found.get(counts(300, 2.5)) is not None) == compared, "what its files were drawn from is said once"
         assert found.get(replace(counts(300, 2.5), policy_version=6)) is None
     other = replace(scored, entry_id="3-0", policy_version=6, offered=(20, 2000))
-    assert Replays([*twice[:1], replace(twice[0], offered=(1, 0)), other]).uneven == {5}, "other versions are compared"
+    part = Replays([*twice[:1], replace(twice[0], offered=(1, 0)), other])
+    assert (part.uneven, part.offered[6]) == ({5}, 1980.0), "what is said of other versions counts"
 
 
 # --- what follows for an engine
