@@ -399,15 +399,15 @@ class Simulation:
 
     def _taken(self, step: int, sent: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """What a hook takes that is shown one prompt after the other, [2, R]: places in `sent`, and answers."""
-        lengths, taken = self._tokens[sent], list[tuple[int, int]]()
-        self._offered = 0, 0
+        lengths, taken, said = self._tokens[sent], list[tuple[int, int]](), list[tuple[int, int]]()
         for prompt in lengths.sum(axis=1).argsort() if self._world.sorted else self._random.permutation(len(sent)):
             names = [f"{self._seed}/{self._names[sent[prompt]]}/{answer}" for answer in range(ROLLOUTS_PER_PROMPT)]
             tokens = lengths[prompt].tolist()
             if chosen := self._choice.choose(names, tokens, tokens, step):  # a file
                 taken += [(prompt, answer) for answer in chosen]
-                rollouts, of_tokens = self._choice.take_offered()
-                self._offered = self._offered[0] + rollouts, self._offered[1] + of_tokens
+                said.append(self._choice.take_offered())
+        known = all(of_tokens for _, of_tokens in said)
+        self._offered = sum(rollouts for rollouts, _ in said), sum(of_tokens for _, of_tokens in said) * known
         return np.array(sorted(taken), dtype=np.int64).reshape(-1, 2).T
 
     def _scored(

@@ -171,8 +171,8 @@ def rollout_metadata(
     `prompt_hashes`: `prompt_hash` of each rollout's full prompt; needed only where the file does not hold all of it.
     `strata`: the kind of each rollout's prompt (its source, say), so that another mix of kinds is no drift.
     `offered`: how many rollouts, and response tokens of them, the sender was shown since its last file; those that it
-    sends are drawn from them whatever they say. So a reader can tell whether somebody left others out before. (0, 0) in
-    all files of a version: it may not be drawn evenly, so engines are not compared with it.
+    sends are drawn from them whatever they say. So a reader can tell whether somebody left others out before. Rollouts
+    and no tokens: the version may not be drawn evenly, so engines are not compared with it.
     `last_rows`: those that the file's `last_hidden` and `logsumexp` have.
     """
     metadata = dict(extra or {})

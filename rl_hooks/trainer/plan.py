@@ -296,9 +296,8 @@ class RolloutChoice:
             if int(tokens_B[b]) <= self._max_tokens and not noted:
                 budget.offered.add(known)
                 budget.offered_tokens += int(tokens_B[b])
-                if budget.expected_tokens:  # else nothing tells whether the budget will reach the last ones
-                    self._offered_rollouts += 1
-                    self._offered_tokens += int(generated_B[b])
+                self._offered_rollouts += 1
+                self._offered_tokens += int(generated_B[b])
         left_tokens = self._max_tokens - spent_tokens
         share = left_tokens / due_tokens if budget.expected_tokens > budget.offered_tokens else 1.0
         place = {b: sampling_position(names[b], "sample") for b in usable}
@@ -322,6 +321,8 @@ class RolloutChoice:
             spent_tokens += int(tokens_B[b])
             chosen.append(b)
             budget.taken.add(names[b])
+        if not budget.expected_tokens and 2 * spent_tokens > self._max_tokens:  # said while there is a file to say it
+            self._offered_rollouts, self._offered_tokens = self._offered_rollouts if chosen else 0, 0
         budget.spent_tokens = spent_tokens
         self._budgets[policy_version] = budget
         if len(self._budgets) > _VERSIONS:
@@ -334,8 +335,8 @@ class RolloutChoice:
     def take_offered(self) -> tuple[int, int]:
         """Rollouts that could have been chosen since this was asked last, each once, and their generated tokens.
 
-        Not of the first version: what is taken of it is what comes first, so nothing may be concluded from how it was
-        drawn. The service compares no version of which nothing is said.
+        No tokens from where a start's first version has spent half of its budget: it may not reach the last ones, so
+        nothing may be concluded from how it was drawn. The service compares no version of which a file says that.
         """
         offered = self._offered_rollouts, self._offered_tokens
         self._offered_rollouts = self._offered_tokens = 0

@@ -33,7 +33,7 @@ _SCATTERS: Final = 6.0
 _ENGINES_TOLD: Final = 3
 #: Answers in batches are drawn evenly if their mean length differs by less than this share from that of all.
 _LENGTHS: Final = 0.1
-#: A policy version is not compared where its answers in batches differ so much from those they were drawn from.
+#: A policy version of which they differ so much says nothing of the others.
 _OTHER_LENGTHS: Final = 0.25
 #: The easiest prompts have at most so many times the α of all.
 _MOST: Final = 64.0
@@ -132,7 +132,7 @@ class Replays:
     `offered`: the same of all answers that the trainer's hooks drew batches from, or, where nothing says that they drew
     evenly, of the answers in batches. A hook says with a version's batch what it was shown since the batch before,
     of that version and of earlier ones.
-    `uneven`: policy versions that are not compared, for the answers in batches are not like those they were drawn from.
+    `uneven`: policy versions that are not compared. Their hooks say rollouts and no tokens: what comes first was taken.
     `prompts`: those that were replayed. `siblings`: answers of a prompt, of which batches may hold a part.
     """
 
@@ -146,8 +146,10 @@ class Replays:
         of_policy: defaultdict[int | None, list[ScoreRecord]] = defaultdict(list)
         for score in alike:
             of_policy[score.policy_version].append(score)
-        self.uneven = {policy for policy, of in of_policy.items() if _lengths_differ(of) >= _OTHER_LENGTHS}
-        drawn_evenly = _lengths_differ([one for one in alike if one.policy_version not in self.uneven]) < _LENGTHS
+        differ = {policy: _lengths_differ(of) for policy, of in of_policy.items()}
+        self.uneven = {policy for policy, share in differ.items() if share == math.inf}
+        even = [one for one in alike if differ[one.policy_version] < _OTHER_LENGTHS]
+        drawn_evenly = any(one.offered for one in even) and _lengths_differ(even) < _LENGTHS
         placeless = [score for score in alike if score.policy_version is None]
         for together in (placeless, *(attempt.scores for attempt in attempts(alike, returns=returns))):
             found: defaultdict[tuple[str, int | None], list[VersionReplay]] = defaultdict(list)
@@ -266,13 +268,13 @@ def _drafted_alike(scores: Sequence[ScoreRecord]) -> list[ScoreRecord]:
 def _lengths_differ(scores: Sequence[ScoreRecord]) -> float:
     """By what share the batches' answers are longer or shorter than those that they were drawn from; 0: nobody says.
 
-    Infinite where a hook did not know how much would come, as of the first version of a start.
+    Infinite where a hook says rollouts and no tokens: its budget may not have reached the last ones.
     """
     told = [(score.tokens or 0, score.rollouts or 0, *score.offered) for score in scores if score.offered is not None]
     tokens, answers, of_answers, of_tokens = map(sum, zip(*told, strict=True)) if told else (0, 0, 0, 0)
-    if not told:
-        return 0.0
-    return abs(tokens * of_answers / (of_tokens * answers) - 1.0) if of_tokens * answers else math.inf
+    if any(own[2] > 0 == own[3] for own in told):
+        return math.inf
+    return abs(tokens * of_answers / (of_tokens * answers) - 1.0) if of_tokens * answers else 0.0
 
 
 def _replayed(score: ScoreRecord) -> Iterable[tuple[str, VersionReplay]]:

@@ -137,7 +137,7 @@ def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRu
         verdicts.append(
             EngineVerdict(reporter, name, text, engines[reporter][-1].drafter_version, found.stretch, found.since)
         )
-    if all_low and unsent and not any(verdict.name == "engine features" for verdict in verdicts):
+    if unsent and not any(verdict.name == "engine features" for verdict in verdicts):
         all_low = False
     return Watch(tuple(verdicts), _hold(verdicts, all_low=all_low, judged=len(judged)))
 

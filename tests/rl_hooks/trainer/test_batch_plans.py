@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -142,7 +141,7 @@ def test_a_plan_holds_what_the_batch_said() -> None:
     assert plan.index.logprobs.tolist() == logprobs[0].float().tolist()
     assert [one[:2] for one in plan.rollout_ids] == ["a-", "b-", "c-"]
     assert (plan.rewards, plan.strata, plan.prompt_hashes) == ((1.0, 0.5, 2.0), ("x" * 64, "ab", "7"), tuple(hashes))
-    assert (plan.policy_version, plan.temperature, plan.top_p, plan.top_k, plan.offered) == (3, 0.5, 0.9, 20, (0, 0))
+    assert (plan.policy_version, plan.temperature, plan.top_p, plan.top_k, plan.offered) == (3, 0.5, 0.9, 20, (3, 6))
     rows, tokens = plan.scored()
     assert tokens.dtype == np.int64
     assert (rows.tolist(), tokens.tolist()) == ([1, 4, 5, 6, 9, 10], [102, 105, 106, 107, 110, 111])
@@ -197,7 +196,6 @@ def test_padding_at_the_end_of_a_packed_row_is_no_rollout() -> None:
 def test_rollouts_without_a_name_are_offered_once_each() -> None:
     same = torch.ones(1, 12, dtype=torch.long)
     choice, ids = RolloutChoice(1.0, 1 << 20, tally()), RolloutIds(0)
-    choice.choose(["of a version before"], [2], [1], 2)  # of a start's first one nothing is said
     offered, names = [], list[str]()
     for tokens in (same, same, 2 * same):
         cu = torch.tensor([0, 4, 8, 12])
@@ -234,7 +232,7 @@ def test_what_no_file_can_say_is_refused(fields: dict[str, Any], said: str) -> N
 def parts(tokens: int, longest: int) -> list[tuple[list[int], list[str], list[int]]]:
     hashes = {name: wire.prompt_hash([n]) for n, name in enumerate("abc")}
     listed: dict[str, Any] = {"rewards": [1.0, 2.0, 3.0], "strata": list("xyz"), "prompt_hashes": [*hashes.values()]}
-    plan = replace(planned(logprobs=-torch.arange(12.0)[None], **listed), offered=(3, 6))
+    plan = planned(logprobs=-torch.arange(12.0)[None], **listed)
     found = []
     for rows, part in plan.files(tokens, longest):
         names = [one[0] for one in part.rollout_ids]

@@ -282,7 +282,7 @@ def test_a_file_says_what_it_was_drawn_from_each_rollout_once(service: Receiver,
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), max_tokens_per_step=35, strict=True)
     run_once(hook, model, batch, version=2, rollout_ids=names)
     told = wire.check_rollout_header(sent_file(service, hook, tmp_path).header).offered
-    assert told == (0, 0), "a start's first version: nobody knows how much of it will come"
+    assert told == (8, 0), "a start's first version: nobody knows whether the budget will reach its last rollouts"
     run_once(hook, model, batch, rollout_ids=names)
     assert wire.check_rollout_header(sent_file(service, hook, tmp_path).header).offered == (8, 48)
     run_once(hook, model, batch, rollout_ids=names)  # another epoch
@@ -332,6 +332,25 @@ def test_all_of_a_budget_is_spent_where_versions_are_alike() -> None:
     """The share that is taken follows what is left, for hashes below a fixed share are now fewer and now more."""
     taken = chosen_in_order(1600, [(version, [10] * 640) for version in range(24)])
     assert [sum(of_step) for of_step in taken] == [1600] * 24
+
+
+@pytest.mark.parametrize("together", [1, 3, 8, 64])
+@pytest.mark.parametrize("lengths", [range(10, 74), range(73, 9, -1), [40] * 64])
+def test_a_file_says_no_tokens_where_a_first_version_may_be_sent_in_part(lengths: Sequence[int], together: int) -> None:
+    """Whatever is left out of it, one of its files says so; and the next version's files say nothing of it."""
+    for budget, fits in ((2 * sum(lengths), True), (sum(lengths) // 2, False), (sum(lengths) // 8, False)):
+        choice, said = RolloutChoice(1.0, budget, Tally(logging.getLogger("rl_hooks"), *COUNTERS)), list[list[Any]]()
+        for version in range(2):
+            said.append([])
+            for at in range(0, 64, together):
+                tokens = lengths[at : at + together]
+                if choice.choose([f"{version}/{at + n}" for n in range(len(tokens))], tokens, tokens, version):
+                    said[-1].append(choice.take_offered())
+        assert all(rollouts > 0 for rollouts, _ in said[0])
+        assert all(tokens > 0 for _, tokens in said[0]) == fits
+        assert all(tokens >= 10 * rollouts for rollouts, tokens in said[1]), "each has ten at least"
+        if fits:
+            assert [sum(column) for column in zip(*said[0], strict=True)] == [64, sum(lengths)]
 
 
 def test_a_later_epoch_takes_nothing_again() -> None:
@@ -403,7 +422,6 @@ def test_late_rollouts_of_several_versions_do_not_renew_budgets_again_and_again(
 def test_what_is_noted_of_one_policy_version_is_bounded() -> None:
     """A loop may never raise it."""
     choice = RolloutChoice(1e-9, 20, Tally(logging.getLogger("rl_hooks"), *COUNTERS))
-    choice.choose(["before"], [10], [6], 9)
     for first in (0, 40_000):
         names = [str(n) for n in range(first, first + 40_000)]
         choice.choose(names, [10] * len(names), [6] * len(names), 0)

@@ -177,7 +177,6 @@ def plan_of(lengths: list[int], **more: Any) -> BatchPlan:
     cu = torch.tensor(np.cumsum([0, *lengths]))
     ids = torch.zeros(1, int(cu[-1]), dtype=torch.long)
     choice = RolloutChoice(1.0, 1 << 30, Tally(logging.getLogger("test"), "skipped_empty"))
-    choice.choose(["of a version before"], [2], [1], 1)  # of a start's first one nothing is said
     told = CaptureArguments(input_ids=ids, loss_mask=torch.ones_like(ids), policy_version=0, cu_seqlens=cu, **more)
     plan = plan_batch(RolloutIds(0), choice, told)
     assert plan is not None

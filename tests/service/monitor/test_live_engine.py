@@ -483,6 +483,7 @@ def test_the_last_rounds_of_some_prompts_are_low_only_together_with_their_first_
         (800, 2.3, 1.3, 0.1, ("low", False)),
         (800, 2.3, 1.3, 20.0, ("low", True)),
         (192, 2.775, 1.3, 0.1, ("low", True)),
+        (192, 1.3, 1.3, 0.1, ("low", True)),
         (200, 2.775, 1.3, 0.1, ("low", True)),
         (1600, 2.775, 4.99, 0.1, ("above", True)),
         (1600, 4.9, 4.99, 0.1, ("above", False)),

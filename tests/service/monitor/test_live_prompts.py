@@ -140,22 +140,32 @@ def test_answers_and_their_turns_are_counted_from_the_batches() -> None:
     assert Replays(drawn[1:]).offered == {1: 648.0}, "never less than what was sent"
 
 
-def test_a_version_whose_batches_are_of_other_lengths_than_what_they_were_drawn_from_is_not_compared() -> None:
-    """Nor one of which a hook says nothing, as of a start's first: the shortest answers may have come first."""
+def test_a_version_of_which_a_batch_says_rollouts_and_no_tokens_is_not_compared() -> None:
+    """As of a start's first: the shortest answers may have come first. Other lengths alone may be chance."""
     sums = DrafterSums(100.0, 40.0, 0.0, 8.0)
     more: dict[str, Any] = {"replayed": (Replayed(VERSION, sums, (), ()),), "rollouts": 10, "tokens": 1000}
     scored = ScoreRecord(served=sums, drafter_version=VERSION, policy_version=5, entry_id="1-0", **more)
     for offered, compared in (
         (None, True),
-        ((0, 0), False),
+        ((0, 0), True),
+        ((20, 0), False),
+        ((0, 2000), True),
         ((20, 2000), True),
         ((20, 2400), True),
-        ((20, 2700), False),
+        ((20, 2700), True),
     ):
         found = Replays([replace(scored, offered=offered)])
         assert (found.get(counts(300, 2.5)) is not None) == compared, offered
-    twice = [replace(scored, offered=(20, 2000)), replace(scored, entry_id="2-0", offered=(0, 0))]
-    assert Replays(twice).get(counts(300, 2.5)) is not None, "what its files were drawn from is said once"
+    for second, compared in (((0, 0), True), ((1, 0), False), (None, True)):
+        twice = [replace(scored, offered=(20, 2000)), replace(scored, entry_id="2-0", offered=second)]
+        found = Replays(twice)
+        assert (found.get(counts(300, 2.5)) is not None) == compared, "what its files were drawn from is said once"
+        assert found.get(replace(counts(300, 2.5), policy_version=6)) is None
+    other = replace(scored, entry_id="3-0", policy_version=6, offered=(20, 2000))
+    part = Replays([*twice[:1], replace(twice[0], offered=(1, 0)), other])
+    assert (part.uneven, part.offered[6]) == ({5}, 1980.0), "what is said of other versions counts"
+    assert Replays([replace(scored, offered=(20, 2700)), other]).offered[6] == 1980.0, "nor do other lengths spoil it"
+    assert Replays([replace(scored, offered=(20, 2450)), other]).offered[6] == 990.0, "by 18 %: not drawn evenly"
 
 
 # --- what follows for an engine

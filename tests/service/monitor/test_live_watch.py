@@ -149,6 +149,8 @@ def test_a_gap_that_grows_with_each_drafter_is_not_of_prompts_that_were_not_sent
     steady, grows = engine(2048, *[0.6] * 6), engine(2048, 0.8, 0.8, 0.6, 0.5, 0.4, 0.3)
     assert watch({"a": steady, "b": steady}, found, RULE).hold is None
     assert watch({"a": grows, "b": grows}, found, RULE).hold is not None
+    new = [*grows[:5], replace(sound(400, factor=0.75), drafter_version=versions[5])]
+    assert watch({"a": new, "b": new}, found, RULE).hold is not None, "a new drafter's first rounds say little"
     lost = [replace(dead(), drafter_version=versions[0])]
     assert watch({"a": grows, "b": grows, "c": lost}, found, RULE).hold is not None, "a dead engine tells no gap"
     for first in (scored, [score(0, ALPHAS), *scored], [*scored, score(2, ALPHAS)]):
@@ -161,6 +163,39 @@ def test_a_gap_that_grows_with_each_drafter_is_not_of_prompts_that_were_not_sent
     )
     few = engine(RULE.min_rounds // 2 - 1, *[0.2] * 6)
     assert watch({"a": few, "b": few}, found, RULE).hold is not None, "no drafter has enough rounds to tell"
+
+
+def test_a_gap_that_was_as_large_before_is_not_of_features_that_heal_in_replay() -> None:
+    """Beside a trainer that drops prompts live may fall while replay rises, by another choice of prompts."""
+    versions = [f"v{n:06d}-0a1b2c3d" for n in range(1, 4)]
+    alphas = (ALPHAS, [alpha - 0.8 for alpha in ALPHAS], ALPHAS)
+    scored = [score(1, own, version=version, tokens=200) for version, own in zip(versions, alphas, strict=True)]
+    found = Replays([score(0, ALPHAS), *scored, score(2, ALPHAS)])
+    engine = [
+        replace(sound(4096, factor=factor), drafter_version=version)
+        for version, factor in zip(versions, (0.6, 0.7, 0.6), strict=True)
+    ]
+    verdicts = watch({"a": engine, "b": engine}, found, RULE)
+    assert (names(verdicts), verdicts.hold) == ({"a": "lower", "b": "lower"}, None)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "held"),
+    [
+        ((0.5, 0.9, 0.5, 0.9), (0.4, 0.75, 0.4, 0.75), False),
+        ((0.7, 0.7, 0.7, 0.7), (0.575, 0.575, 0.575, 0.575), True),
+    ],
+)
+def test_a_gap_that_varies_from_policy_version_to_policy_version_does_not_grow_by_less_than_that(
+    first: tuple[float, ...], then: tuple[float, ...], held: bool
+) -> None:
+    found, engine = [score(0, ALPHAS)], []
+    for version, factors, policies in (("v1", first, range(1, 5)), ("v2", then, range(5, 9))):
+        for policy, factor in zip(policies, factors, strict=True):
+            found.append(score(policy, ALPHAS, version=version, tokens=200))
+            engine.append(replace(sound(4096, factor=factor), drafter_version=version, policy_version=policy))
+    replayed = Replays([*found, score(9, ALPHAS)])
+    assert (watch({"a": engine, "b": engine}, replayed, RULE).hold is not None) == held
 
 
 @pytest.mark.parametrize(("high", "held"), [(4, True), (3, False)])
