@@ -55,7 +55,6 @@ def test_limits_match_the_table_of_one_alarm_in_30_days(k: float, per_minute: in
 
 
 @example(k=0.05, run_length=50.0)
-@settings(deadline=None)
 @given(k=st.floats(0.05, 2.0), run_length=st.floats(50, 1e9))
 @settings(max_examples=50, deadline=None)
 def test_the_limit_is_the_root_that_scipy_finds(k: float, run_length: float) -> None:
