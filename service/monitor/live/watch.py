@@ -39,7 +39,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Final, Literal
 
 from service.monitor.live.blocks import KEPT_BLOCKS, Block
@@ -204,9 +204,8 @@ def _unsent_prompts_explain(
 
     So it may be where scored batches hold fewer tokens than engines emitted, no engine counts by prompt, and the first
     drafter version lies as far below replay as each of the newest two. With wrong features each training makes it
-    worse. What is not sent varies from step to step, so the error is at least that of the steps' own scatter.
-    Of the oldest and the newest policy version that were scored a part may be missing: their tokens are compared only
-    while there are no others.
+    worse. Of the oldest and the newest policy version that were scored a part may be missing: their tokens are compared
+    only while there are no others.
     """
     every = chain.from_iterable(engines.values())
     matched = [found for block in every if (found := at_common_depth(block, replays, rule)) is not None]
@@ -217,19 +216,12 @@ def _unsent_prompts_explain(
     emitted = math.fsum(replays.answered[policy] for policy in policies)
     if any(one.block.by_prompt for one in matched) or not 0 < in_batches < COVERED * emitted:
         return False
-    versions = defaultdict[str, defaultdict[int, list[Matched]]](lambda: defaultdict(list))
+    versions = defaultdict[str, list[Matched]](list)
     for one in sorted(matched, key=lambda one: one.block.policy_version):
-        versions[one.block.drafter_version][one.block.policy_version].append(one)
-    each = [[s for blocks in of.values() if (s := stretch_over(blocks, replays))] for of in versions.values()]
-    steps = [(b.log_ratio - a.log_ratio) ** 2 / (1 / a.rounds + 1 / b.rounds) for of in each for a, b in pairwise(of)]
-    scatter = math.fsum(steps) / len(steps) if steps else 0.0
-    told = list[tuple[float, float]]()
-    for of in versions.values():
-        own = stretch_over(chain.from_iterable(of.values()), replays)
-        if own is not None and own.rounds >= rule.min_rounds:
-            told.append((own.log_ratio, max(own.error**2, scatter / own.rounds)))
+        versions[one.block.drafter_version].append(one)
+    told = [s for of in versions.values() if (s := stretch_over(of, replays)) and s.rounds >= rule.min_rounds]
     return bool(told) and not any(
-        gap - told[0][0] < -SIGMAS * math.sqrt(variance + told[0][1]) for gap, variance in told[1:][-2:]
+        one.log_ratio - told[0].log_ratio < -SIGMAS * math.hypot(one.error, told[0].error) for one in told[1:][-2:]
     )
 
 

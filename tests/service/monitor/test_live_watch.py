@@ -179,25 +179,6 @@ def test_a_gap_that_was_as_large_before_is_not_of_features_that_heal_in_replay()
     assert (names(verdicts), verdicts.hold) == ({"a": "lower", "b": "lower"}, None)
 
 
-@pytest.mark.parametrize(
-    ("first", "then", "held"),
-    [
-        ((0.5, 0.9, 0.5, 0.9), (0.4, 0.75, 0.4, 0.75), False),
-        ((0.7, 0.7, 0.7, 0.7), (0.575, 0.575, 0.575, 0.575), True),
-    ],
-)
-def test_a_gap_that_varies_from_policy_version_to_policy_version_does_not_grow_by_less_than_that(
-    first: tuple[float, ...], then: tuple[float, ...], held: bool
-) -> None:
-    found, engine = [score(0, ALPHAS)], []
-    for version, factors, policies in (("v1", first, range(1, 5)), ("v2", then, range(5, 9))):
-        for policy, factor in zip(policies, factors, strict=True):
-            found.append(score(policy, ALPHAS, version=version, tokens=200))
-            engine.append(replace(sound(4096, factor=factor), drafter_version=version, policy_version=policy))
-    replayed = Replays([*found, score(9, ALPHAS)])
-    assert (watch({"a": engine, "b": engine}, replayed, RULE).hold is not None) == held
-
-
 @pytest.mark.parametrize(("high", "held"), [(4, True), (3, False)])
 def test_four_of_five_above_replay_are_the_trainers(high: int, held: bool) -> None:
     above, known_ = sound(4096, factor=1.9), replays()
