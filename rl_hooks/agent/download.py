@@ -381,8 +381,8 @@ class _Download:
         if have < self.file.bytes and time.monotonic() > deadline:
             raise DownloadError(
                 f"{self.manifest.version}/{self.file.name}: expected {self.file.bytes} bytes within "
-                f"{DOWNLOAD_SECONDS:.0f} s, got {have}; goes on from there once the service was asked again. If "
-                "this comes back, see the network to the service"
+                f"{DOWNLOAD_SECONDS:.0f} s (an object store has half of it), got {have}; goes on from there once the "
+                "service was asked again. If this comes back, see the network to the service"
             )
 
 

@@ -8,7 +8,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import takewhile
@@ -95,24 +95,39 @@ async def read_parts(context: ServiceContext, runs: Sequence[str]) -> tuple[dict
     for begin in range(0, len(runs), _AT_ONCE):
         some = runs[begin : begin + _AT_ONCE]
         answers = await answers_of(context.redis.client, some)
-        stamps = dict(zip(some, await asyncio.to_thread(list, map(context.layout.stamps, some)), strict=True))
-        found, broken = await each_run(some, partial(_read_part, context, answers, stamps))
+        files = await asyncio.to_thread(_files_of, context, some)
+        found, broken = await each_run(some, partial(_read_part, context, answers, files))
         parts |= found
         damaged |= broken
     return parts, damaged
 
 
+def _files_of(context: ServiceContext, runs: Sequence[str]) -> dict[str, tuple[Stamps, int | None]]:
+    """Each run's stamps, and the bound of its queue by what the part that is kept says of it; None: not known."""
+    found = dict[str, tuple[Stamps, int | None]]()
+    for run in runs:
+        stamps, kept, limit_bytes = context.layout.stamps(run), context.part(run), None
+        if kept is not None:
+            with suppress(OSError):  # who reads the run says why
+                limit_bytes = _queue_limit_bytes(context, run, kept.counters)
+        found[run] = stamps, limit_bytes
+    return found
+
+
 async def _read_part(
-    context: ServiceContext, answers: Mapping[str, SummaryText], files: Mapping[str, Stamps], run: str
+    context: ServiceContext,
+    answers: Mapping[str, SummaryText],
+    files: Mapping[str, tuple[Stamps, int | None]],
+    run: str,
 ) -> Part:
     """`answers`: of Redis, just now. Where it had none for a run it says why when it is asked for this run alone.
 
-    `files`: the runs' `stamps`, taken before anything else is read of them.
+    `files`: as of `_files_of`, before anything else is read of the runs.
     """
-    answer, stamps, kept = answers.get(run), files[run], context.part(run)
+    answer, (stamps, now_bytes), kept = answers.get(run), files[run], context.part(run)
     beat = None if answer is None else answer.heartbeat
     same = kept is not None and (kept.answer, kept.stamps) == (answer, stamps) and kept.has_beat == (beat is not None)
-    if kept is not None and same and kept.limit_bytes == _queue_limit_bytes(context, run, kept.counters):
+    if kept is not None and same and kept.limit_bytes == now_bytes:
         return kept.part if beat is None else with_heartbeat(kept.part, beat)
     context.keep_part(run, None)
     snapshot = await read_now(context, run, await context.summary(run) if answer is None else summary_in(answer))

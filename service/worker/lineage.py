@@ -332,7 +332,8 @@ class Lineage:
     def refuse(self, policy_version: int, reason: str, evidence: GateEvidence) -> None:
         """Record that the gate refused the candidate, once for what it was judged on.
 
-        A worker that died between this and its checkpoint judges the same batches again.
+        A worker that died between this and its checkpoint judges the same batches again. One that was judged on older
+        batches than the last one, as after Redis' clock was set back, is counted and not written.
         """
         last = self._registry.history.last_of(self._run, ("refused",), version=None)  # a sent drafter's has one
         known = last.gate.judged_to if isinstance(last, Refused) and last.gate is not None else None

@@ -277,6 +277,9 @@ def _name_verdict(
         if depth is not None:
             return "depth", f"{found.text}: {depth}"
         why = "harder prompts may be why (spread each prompt's answers over the engines to tell)"
+        if not by_prompts:
+            why = "the trainer may send only its easier prompts, for batches are of a part of what engines emitted"
+            why += " (engines that count by prompt tell)"
         return "lower", f"{found.text}: {why}; if they are not, {blame}"
     return name, f"{found.text}: {blame}"
 
