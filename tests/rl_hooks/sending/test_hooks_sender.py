@@ -239,7 +239,9 @@ def test_a_rejected_rollout_is_dropped_with_one_warning_that_says_why(caplog: py
         stats = finished(sender)
         assert (stats["dropped_error"], stats["retries"], stats["sent"]) == (3, 0, 0)
         assert len(service.requests) == 3
-        assert [r.message.count("loss_mask: must hold 0 and 1") for r in caplog.records] == [1]
+        # A busy machine may also be told what is still to be sent.
+        warnings = [r.message for r in caplog.records if "still to be sent" not in r.message]
+        assert [text.count("loss_mask: must hold 0 and 1") for text in warnings] == [1]
         sender.close()
 
 
