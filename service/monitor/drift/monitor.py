@@ -164,7 +164,7 @@ class DriftMonitor:
             uncertainty=self.state.levels.uncertainty(),
             owed=Estimate(self.state.levels.owed, self.state.levels.owed_variance),
             # Greedy answers of a kind are of it (`service.worker.scoring`).
-            several_strata=len({name.removesuffix("greedy").strip() for name in self.state.levels.names}) > 1,
+            several_strata=len({f" {name}".removesuffix(" greedy").strip() for name in self.state.levels.names}) > 1,
             rollouts_per_tick=self.config.rollouts_per_tick,
         )
 

@@ -125,6 +125,7 @@ def test_traffic_counts_from_the_first_batch_on_by_the_time_since_the_one_before
         (["", "one"], True),
         (["", "greedy"], False),
         (["one", "one greedy"], False),
+        (["non", "nongreedy"], True),  # the sender's own names
     ],
 )
 def test_what_the_prompts_did_is_told_where_their_kinds_are_and_after_the_warm_up(kinds: list[str], told: bool) -> None:
