@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from rl_hooks.agent.canary import Canary, CanaryResult, CanaryRule
-from rl_hooks.engines.counters import ANOTHERS_DRAFTER, NO_VERSION, Counts, Ledger, Snapshot
+from rl_hooks.engines.counting.counters import ANOTHERS_DRAFTER, NO_VERSION, Counts, Ledger, Snapshot
+from rl_hooks.engines.counting.step_times import StepSums
 from rl_hooks.engines.protocol import EngineState
-from rl_hooks.engines.step_times import StepSums
 
 log = logging.getLogger("draftalign.agent")
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from rl_hooks.agent.canary import CanaryResult
 from rl_hooks.agent.download import cached_release
-from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.counting.counters import Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.errors import AgentError
 from rl_hooks.release import Release, VerifiedManifest, parse_manifest

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_hooks.engines.candidate import vocabulary_digest
-from rl_hooks.engines.counters import NO_VERSION, Snapshot
+from rl_hooks.engines.counting.counters import NO_VERSION, Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.engines.ranks import LayerRanks
 from rl_hooks.engines.settings import ServiceSettings

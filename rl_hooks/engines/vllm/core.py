@@ -31,7 +31,7 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, Final
 
-from rl_hooks.engines.counters import NO_VERSION, Snapshot
+from rl_hooks.engines.counting.counters import NO_VERSION, Snapshot
 from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.tap.feature_tap import MAX_TOKENS
 from rl_hooks.engines.vllm import KNOWN_RELEASES

@@ -34,7 +34,7 @@ from rl_hooks.agent.in_process import InProcessAgent, drafter_directory, engine_
 from rl_hooks.agent.metrics import AgentMetrics
 from rl_hooks.agent.process import Seen
 from rl_hooks.agent.vllm import link_of
-from rl_hooks.engines.counters import Counts, Snapshot
+from rl_hooks.engines.counting.counters import Counts, Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.vllm.core import CoreLink
