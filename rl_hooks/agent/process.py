@@ -21,7 +21,7 @@ _TURN_SECONDS: Final = 300.0
 _TURNS_YOUNGER: Final = 3
 _TURNS: Final = 5
 
-#: What a memory raises that another release wrote, or that is damaged.
+#: Raised by reading a memory that is damaged, or that another release of draftalign wrote.
 UNREADABLE: Final = (AgentError, KeyError, TypeError, ValueError, AttributeError)
 
 
