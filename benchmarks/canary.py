@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_hooks.agent.canary import Canary, CanaryResult, CanaryRule
-from rl_hooks.engines.counters import Counts
+from rl_hooks.engines.counting.counters import Counts
 
 _DEPTH: Final = 4
 #: Log odds that a draft is accepted, by position, given that all before it were.

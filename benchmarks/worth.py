@@ -3,7 +3,7 @@
     python -m benchmarks.worth [--engines 12] [--seed 0]     # prints a table; seeded; some minutes
 
 An engine has step times of its own and an acceptance. It answers RL batches whose sequences end one after the other:
-the batch size falls all the time. An agent scrapes its counters every 5 s (`rl_hooks.engines.step_times`).
+the batch size falls all the time. An agent scrapes its counters every 5 s (`rl_hooks.engines.counting.step_times`).
 A step has 3 % of noise, and one stretch in twenty is spoilt (a pause: twice to five times the time). Asked are 24 batch
 sizes from the smallest to the largest that was seen. The docstring of each kind of engine says what its steps cost. A
 depth counts as right where its true speed-up is within 1 % of the best one's. The last three kinds were made after the
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl_hooks.engines.counters import Counts, Snapshot
-from rl_hooks.engines.step_times import StepSums
+from rl_hooks.engines.counting.counters import Counts, Snapshot
+from rl_hooks.engines.counting.step_times import StepSums
 from service.monitor.records import StepSample
 from service.monitor.worth import StepTime, pooled, speedups, tokens_per_round
 

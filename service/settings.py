@@ -12,7 +12,7 @@ import ipaddress
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
@@ -245,6 +245,11 @@ class Settings(BaseSettings):
     keep_versions: int = Field(20, ge=2, description="Versions kept on disk besides the first and the served one.")
     worker_cost: float = Field(0.1, ge=0, description="Price of a worker second, in seconds of generating engines.")
     seed: int = Field(0, ge=0, description="Seed of the worker's sampling and of a drafter that starts from scratch.")
+
+    @classmethod
+    def with_options(cls, **given: Any) -> Self:
+        """The environment's settings, with a command's options. None is an option that was not given."""
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -1,4 +1,4 @@
-"""Drafters of every kind, read from and written to files: the one place that tells the kinds apart."""
+"""Drafters of every kind, read from and written to files."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ Legend: T tokens, D draft vocabulary, H hidden.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from drafter.policy import Policy
 from drafter.unroll.plan import Plan, make_plan
 from drafter.unroll.unrolled import Unrolled
 from drafter.vocabulary import DraftVocabulary
+from rl_hooks.format.drafter import DrafterKind
 from rl_hooks.format.eagle3 import DrafterConfig
 from rl_hooks.format.mtp import MtpConfig
 
@@ -24,7 +25,7 @@ from rl_hooks.format.mtp import MtpConfig
 class DraftModel(nn.Module, ABC):
     """A drafter's own weights. What it shares with the policy comes with each call, as a `Policy`."""
 
-    kind: ClassVar[Literal["eagle3", "mtp"]]  # as manifests and config.json name it
+    kind: ClassVar[DrafterKind]
     config: DrafterConfig | MtpConfig
     vocabulary: DraftVocabulary
 

@@ -56,7 +56,10 @@ def times_wide(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_times_wide(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `times_wide(a, b)` to `total`; a GPU adds within the product, a sum of its own would take a third as long."""
+    """Add `times_wide(a, b)` to `total`.
+
+    A GPU adds while it multiplies: a sum after the product would take a third of the product's time.
+    """
     if a.dtype is not total.dtype and a.device.type in ("cuda", "meta"):
         torch.addmm(total, a, b.t(), out_dtype=total.dtype, out=total)
     else:

@@ -141,7 +141,7 @@ class Verdict:
     low: float  # its one-sided lower bound; nan as well
     high: float  # its one-sided upper bound
     looks: int  # that were pooled
-    error: float  # chance, at most, of coming so far with an equal challenger, over all looks
+    error: float  # most probability that an equal challenger comes this far in any of the looks
     reason: str  # for people: what decided
 
 

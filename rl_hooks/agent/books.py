@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from rl_hooks.agent.canary import Canary, CanaryResult, CanaryRule
-from rl_hooks.engines.counters import ANOTHERS_DRAFTER, NO_VERSION, Counts, Ledger, Snapshot
+from rl_hooks.engines.counting.counters import ANOTHERS_DRAFTER, NO_VERSION, Counts, Ledger, Snapshot
+from rl_hooks.engines.counting.step_times import StepSums
 from rl_hooks.engines.protocol import EngineState
-from rl_hooks.engines.step_times import StepSums
 
 log = logging.getLogger("draftalign.agent")
 
@@ -33,18 +33,11 @@ class EngineBooks:
         anothers: str | None = None,
     ) -> CanaryResult | None:
         """Credit counts to what the engine serves, and to its trial. `anothers`: a version that is not of the run."""
-        version = state.serving
-        if version is None or version == mistrusted:  # it has no name, or is not the version that it names
-            self.ledger.set_aside(counts.rounds)
+        served = state.serving
+        if state.version is None and served is not None:  # a method without a drafter
+            self.ledger.book(served, policy_version, counts.with_rounds_without_drafts(), method=served)
             return None
-        if version == anothers:
-            self.ledger.book(version, policy_version, counts, method=ANOTHERS_DRAFTER)
-            return None
-        if state.version is None:
-            self.ledger.book(version, policy_version, counts.with_rounds_without_drafts(), method=version)
-            return None
-        self.ledger.book(version, policy_version, counts)
-        return self.canary.count(version, counts, now)
+        return self._credit(served, policy_version, counts, mistrusted, now, anothers)
 
     def book_exact(
         self,
@@ -69,19 +62,31 @@ class EngineBooks:
                 continue
             if version is None and method is not None:
                 self.ledger.book(method, policy, new, method=method)
-                continue
-            if version in (None, NO_VERSION, mistrusted):
-                self.ledger.set_aside(new.rounds)
-                continue
-            if version == anothers:
-                self.ledger.book(version, policy, new, method=ANOTHERS_DRAFTER)
-                continue
-            self.ledger.book(version, policy, new)
-            verdict = self.canary.count(version, new, now) or verdict
+            else:
+                verdict = self._credit(version, policy, new, mistrusted, now, anothers) or verdict
         idle = not any(counts.rounds for _, _, counts in after.exact or ())  # also rounds that are set aside are drafts
         if idle and not self.ledger.buckets() and state.version not in (None, NO_VERSION, mistrusted, anothers):
             self.ledger.book(str(state.version), after.policy_version, Counts())
         return verdict
+
+    def _credit(
+        self,
+        version: str | None,
+        policy_version: int | None,
+        counts: Counts,
+        mistrusted: str | None,
+        now: float,
+        anothers: str | None,
+    ) -> CanaryResult | None:
+        """Credit rounds to a version; to none where it has no name, or is not the version that it names."""
+        if version is None or version in (NO_VERSION, mistrusted):
+            self.ledger.set_aside(counts.rounds)
+        elif version == anothers:
+            self.ledger.book(version, policy_version, counts, method=ANOTHERS_DRAFTER)
+        else:
+            self.ledger.book(version, policy_version, counts)
+            return self.canary.count(version, counts, now)
+        return None
 
     def set_aside(self, before: Snapshot | None, after: Snapshot | None) -> None:
         """Count the rounds between two scrapes for no version: two drafters share them, for a swap fell between."""

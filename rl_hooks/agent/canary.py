@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain, pairwise
 from typing import Any, Final, Self
 
-from rl_hooks.engines.counters import Counts
+from rl_hooks.engines.counting.counters import Counts
 
 #: The assumed change of log α from one stretch to the next under one version (root mean square), and for how many
 #: measured changes it counts.

@@ -41,7 +41,7 @@ from rl_hooks.agent.process import (
     rejected_in,
 )
 from rl_hooks.durable import replace_file
-from rl_hooks.engines.counters import Counts, Ledger, Snapshot, VersionCounts
+from rl_hooks.engines.counting.counters import Counts, Ledger, Snapshot, VersionCounts
 from rl_hooks.engines.protocol import Engine, EngineState
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
 from rl_hooks.release import PLAIN_NAME, Release, VerifiedManifest

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from rl_hooks.agent.canary import CanaryResult
 from rl_hooks.agent.download import cached_release
-from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.counting.counters import Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.errors import AgentError
 from rl_hooks.release import Release, VerifiedManifest, parse_manifest
@@ -21,7 +21,7 @@ _TURN_SECONDS: Final = 300.0
 _TURNS_YOUNGER: Final = 3
 _TURNS: Final = 5
 
-#: What a memory raises that another release wrote, or that is damaged.
+#: Raised by reading a memory that is damaged, or that another release of draftalign wrote.
 UNREADABLE: Final = (AgentError, KeyError, TypeError, ValueError, AttributeError)
 
 

@@ -14,7 +14,7 @@ import httpx
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.agent.metrics import AgentMetrics
 from rl_hooks.engines.bounded import Answer, ask
-from rl_hooks.engines.counters import VersionCounts
+from rl_hooks.engines.counting.counters import VersionCounts
 from rl_hooks.errors import AgentError, ReportError, cut
 
 log = logging.getLogger("draftalign.agent")

@@ -17,9 +17,11 @@ import httpx
 
 from rl_hooks.errors import AnswerError, cut
 
-#: For a manifest, a state, the answer to a swap or to a report: they have some KB, SGLang's `/server_info` ten or more.
+#: Most bytes of a manifest, a state, or the answer to a swap or a report. These have some KB; SGLang's
+#: `/server_info` has ten or more.
 MAX_ANSWER_BYTES: Final = 1 << 20
-#: For an engine's metrics page: vLLM 0.32 prints 61 KB for one engine core and 46 KB for each more, so this is for 180.
+#: Most bytes of an engine's metrics page. vLLM 0.32 prints 61 KB for one engine core and 46 KB for each further one, so
+#: this is enough for 180.
 MAX_PAGE_BYTES: Final = 8 << 20
 #: Asks for the bytes as they are.
 IDENTITY: Final = {"Accept-Encoding": "identity"}

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import httpx
 
 from rl_hooks.engines.bounded import MAX_ANSWER_BYTES, MAX_PAGE_BYTES, Answer, ask
-from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.counting.counters import Snapshot
 from rl_hooks.errors import AnswerError, EngineError, MetricsError, OtherBytesError, SwapRefusedError, cut
 from rl_hooks.release import Release, layers_of
 

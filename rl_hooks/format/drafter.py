@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 from rl_hooks.format.eagle3 import (
     MAPS,
@@ -32,6 +32,9 @@ Sizes = DrafterConfig | MtpConfig
 
 MODEL_FILE: Final = "model.safetensors"
 CONFIG_FILE: Final = "config.json"
+#: What a drafter is, as manifests and config.json name it: a small model, or a policy's own module.
+DrafterKind = Literal["eagle3", "mtp"]
+_KINDS: Final[tuple[DrafterKind, ...]] = get_args(DrafterKind)
 #: Of a model in several files: which of them holds each tensor.
 INDEX_FILE: Final = "model.safetensors.index.json"
 MAX_CONFIG_BYTES: Final = 1 << 20
@@ -42,13 +45,14 @@ _MAX_HEADER_BYTES: Final = 1 << 20
 _NO_DIFFERENCE: Final = ("model_type", "max_position_embeddings")
 
 
-def kind_of(config: Mapping[str, Any]) -> str:
-    """`eagle3` or `mtp`, by a drafter's config.json. Raises `CheckpointError` for another kind."""
+def kind_of(config: Mapping[str, Any]) -> DrafterKind:
+    """The kind of drafter, by its config.json. Raises `CheckpointError` for one that is not known."""
     own = config.get("draftalign") or {}
     kind = own.get("kind", "eagle3") if isinstance(own, Mapping) else own
-    if kind not in ("eagle3", "mtp"):
-        raise CheckpointError(f"config.json: draftalign.kind must be eagle3 or mtp, got {kind!r:.80}")
-    return str(kind)
+    if kind not in _KINDS:
+        raise CheckpointError(f"config.json: draftalign.kind must be {' or '.join(_KINDS)}, got {kind!r:.80}")
+    known: DrafterKind = kind
+    return known
 
 
 def read_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:

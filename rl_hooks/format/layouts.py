@@ -39,9 +39,9 @@ def flattened(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def canonical_config(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The flat config that says what a speculators config says, its silence and nulls filled as its readers do.
+    """A speculators config as a flat one. Missing and null fields get the values that its readers give them.
 
-    Raises `CheckpointError` where its readers fill them differently.
+    Raises `CheckpointError` where its readers give a field different values.
     """
     flat = {name: value for name, value in flattened(document).items() if value is not None}
     if "norm_before_residual" not in flat:

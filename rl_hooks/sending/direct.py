@@ -52,7 +52,7 @@ class DirectUpload:
         return found
 
     def attempt(self) -> Reply:
-        """Ask, put and ask again, as far as it comes; returns the service's last answer, which is not 201.
+        """Ask the service; while it answers 201 (put the file there), put it and ask again. Returns another answer.
 
         Raises StoreUnreachable, and OSError where the service does not answer: then try again.
         """

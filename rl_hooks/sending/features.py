@@ -34,7 +34,8 @@ LOGITS_AT_ONCE: Final = 1 << 25
 #: Most probable tokens that are looked at for top-p: what is left is then known to 0.4 %.
 _LOOKED_AT: Final = 256
 _PLAIN: Final = wire.LogitMap()
-#: Rows of two prompts that are compared, and how far their states may be apart (of their norm) to be the same.
+#: Of two prompts every so many rows are compared. Their states are the same if they are no further apart than this part
+#: of their norm.
 _COMPARED_EVERY: Final = 8
 _ROUNDING: Final = 0.1
 

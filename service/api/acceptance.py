@@ -194,7 +194,7 @@ async def post_acceptance(request: Request, context: Context, caller: Caller) ->
 def _is_outdated(context: ServiceContext, report: AcceptanceReport) -> bool:
     """Whether another version is served than the one that the engine drafted with."""
     try:
-        served = context.pointer(report.run).served()
+        served = context.of(report.run).pointer.served()
     except (OSError, ServiceError):  # a damaged run: its counts are taken all the same
         return False
     return served is not None and served.manifest.version != report.drafter_version
@@ -213,7 +213,7 @@ async def _follow_drafting(context: ServiceContext, report: AcceptanceReport) ->
     differing = {name for name, value in said if value != getattr(supposed, name)}
     free = differing - fixed
     ours = report.method == OUR_DRAFTER and not is_settled(context.layout, run)
-    if free and ours and await context.evidence(run).all_draft(said):
+    if free and ours and await context.of(run).evidence.all_draft(said):
         try:
             await context.locking(learn_drafting, context.layout, run, said)
         except (OSError, RegistryBusy) as error:  # the next report tries it again
@@ -236,7 +236,7 @@ async def _follow_drafting(context: ServiceContext, report: AcceptanceReport) ->
 
 async def _judge(context: ServiceContext, report: AcceptanceReport, blocks: Sequence[Block]) -> EngineVerdict:
     """Judge this engine by itself: a report costs the same however many others there are. `GET /alpha` judges all."""
-    replays = (await context.evidence(report.run).recent()).replays
+    replays = (await context.of(report.run).evidence.recent()).replays
     found = await asyncio.to_thread(watch, {report.reporter: blocks}, replays, context.live_rule(report.run))
     why = _NOT_COMPARED if report.drafting == TREES else "no rounds with a published drafter so far"
     nothing = EngineVerdict(report.reporter, "unknown", why)
@@ -258,7 +258,7 @@ async def _push_again(
     pushes = (await asyncio.to_thread(context.registry.history.digest, run)).pushed
     if not push_is_due(context.live_rule(run), verdict, list(pushes), time.time()):
         return None
-    beside_all = (await context.evidence(run).engines(fresh=True)).watch.get(report.reporter)
+    beside_all = (await context.of(run).evidence.engines(fresh=True)).watch.get(report.reporter)
     if beside_all is None or beside_all.name != "dead":
         return None
     reason = f"drafter dead in {report.reporter}: {verdict.text}"

@@ -101,7 +101,7 @@ async def get_latest(
     """
     context.run(run)
     known = request.headers.get("if-none-match")
-    pointer = context.pointer(run)
+    pointer = context.of(run).pointer
     served = pointer.served()
     if served is None or not matches(known, served.etag):
         await context.looks.catch_up(run)  # another replica may have told the agent of a later one

@@ -123,7 +123,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
             warning = await _join(context, record, upload)
             await context.redis.soon(context.store(run).note_registration(record.policy_version, session))
     # Also for a run that exists: Redis may have been emptied since.
-    await context.redis.soon(context.queue(run).ensure_group())
+    await context.redis.soon(context.of(run).queue.ensure_group())
     response.status_code = 201 if created else 200
     return await describe(context, run) | ({} if warning is None else {"warning": warning, "warning_code": "ignored"})
 
@@ -193,7 +193,7 @@ async def _check_heads(context: ServiceContext, run: str, version: int) -> None:
     left = await asyncio.to_thread(forget_unneeded_heads, context.layout, run, newest_or_none, most, last_ns)
     if left < most or context.layout.head(run, version).exists():
         return
-    waiting = (await context.redis.soon(context.queue(run).depth())).items
+    waiting = (await context.redis.soon(context.of(run).queue.depth())).items
     active = read_state(context.layout, run).state == "active"
     if active and not waiting and (newest is None or version > newest):
         return
@@ -371,7 +371,7 @@ async def get_worth(
     """
     context.run(run)
     await context.redis.check()
-    found = (await context.evidence(run).engines()).worth
+    found = (await context.of(run).evidence.engines()).worth
     document: dict[str, Any] = to_jsonable_python(found)
     if generation_share is not None:
         for row in document["batches"]:

@@ -82,7 +82,7 @@ class RunView:
 async def read_now(context: ServiceContext, run: str, summary: Summary) -> RunSnapshot:
     """Read what is true of a run now; only what has changed since the last call. `summary`: of it, just now."""
     bounded = await _read_bounded(context, run, None, summary)
-    told = await context.quiet(run).read(bounded, summary.changes)
+    told = await context.of(run).quiet.read(bounded, summary.changes)
     if told is not None:
         return replace(bounded, acceptances=told.acceptances, engine=told.engine)
     async with _followed(context, run, bounded, summary.changes) as (snapshot, _):
@@ -106,7 +106,7 @@ def _files_of(context: ServiceContext, runs: Sequence[str]) -> dict[str, tuple[S
     """Each run's stamps, and the bound of its queue by what the part that is kept says of it; None: not known."""
     found = dict[str, tuple[Stamps, int | None]]()
     for run in runs:
-        stamps, kept, limit_bytes = context.layout.stamps(run), context.part(run), None
+        stamps, kept, limit_bytes = context.layout.stamps(run), context.of(run).part, None
         if kept is not None:
             with suppress(OSError):  # who reads the run says why
                 limit_bytes = _queue_limit_bytes(context, run, kept.counters)
@@ -124,17 +124,17 @@ async def _read_part(
 
     `files`: as of `_files_of`, before anything else is read of the runs.
     """
-    answer, (stamps, now_bytes), kept = answers.get(run), files[run], context.part(run)
+    answer, (stamps, now_bytes), kept = answers.get(run), files[run], context.of(run).part
     beat = None if answer is None else answer.heartbeat
     same = kept is not None and (kept.answer, kept.stamps) == (answer, stamps) and kept.has_beat == (beat is not None)
     if kept is not None and same and kept.limit_bytes == now_bytes:
         return kept.part if beat is None else with_heartbeat(kept.part, beat)
-    context.keep_part(run, None)
+    context.of(run).part = None
     snapshot = await read_now(context, run, await context.summary(run) if answer is None else summary_in(answer))
     part = await asyncio.to_thread(part_of, run, snapshot)
     if answer is not None and snapshot.queue_limit_bytes is not None and stands(snapshot):
         limit_bytes, counters = snapshot.queue_limit_bytes, snapshot.counters
-        context.keep_part(run, KeptPart(answer, beat is not None, stamps, limit_bytes, counters, part))
+        context.of(run).part = KeptPart(answer, beat is not None, stamps, limit_bytes, counters, part)
     return part
 
 
@@ -175,7 +175,7 @@ def _view(snapshot: RunSnapshot, series: Series, attempt: int) -> RunView:
 async def _followed(
     context: ServiceContext, run: str, bounded: RunSnapshot, now: Changes
 ) -> AsyncIterator[tuple[RunSnapshot, Series]]:
-    series = context.series(run)
+    series = context.of(run).series
     async with series.lock:
         await series.refresh(bounded.watch.sick, now)
 
@@ -188,9 +188,9 @@ async def _followed(
 
 async def _read_bounded(context: ServiceContext, run: str, memory: Memory | None, found: Summary) -> RunSnapshot:
     """Read the parts that do not grow with a run's age. `memory`: of Redis. `found`: in it, just now."""
-    served = context.pointer(run).served()
+    served = context.of(run).pointer.served()
     latest = None if served is None else served.manifest
-    now, evidence, counters = time.time(), context.evidence(run), found.counters
+    now, evidence, counters = time.time(), context.of(run).evidence, found.counters
     engines, recent = await evidence.engines(found), await evidence.recent(found)
     registered = context.run(run).created
 

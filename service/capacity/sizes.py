@@ -149,7 +149,7 @@ def checkpoint_bytes(drafter: DrafterConfig, optimizer: str) -> int:
 
 
 def batches(plan: Deployment) -> float:
-    """Files of a step of one run: a rank sends what it holds in files that its queue takes at least four of."""
+    """How many files one run sends in a step. A file has at most a quarter of what a rank's queue takes."""
     return max(1.0, plan.sent_tokens / tokens_a_file(plan))
 
 

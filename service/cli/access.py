@@ -58,7 +58,7 @@ def audit(
 
     The status `-` means that there is no answer yet, or that the process ended before it.
     """
-    settings = Settings(**({} if state_dir is None else {"state_dir": state_dir}))  # type: ignore[arg-type]
+    settings = Settings.with_options(state_dir=state_dir)
     if not Layout(settings.state_dir).audit.is_dir():
         raise ConfigurationError(f"there is no audit log under {settings.state_dir}; give the service's --state-dir")
     entry = None

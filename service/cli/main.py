@@ -72,9 +72,9 @@ def _options(
     pass
 
 
-def _settings(state_dir: str | None, **given: Any) -> Settings:
+def _settings(**given: Any) -> Settings:
     """The environment's settings, with the options that were given."""
-    settings = Settings(**{k: v for k, v in (given | {"state_dir": state_dir}).items() if v is not None})
+    settings = Settings.with_options(**given)
     if settings.redis_url is not None:
         checked_redis(settings.redis_url.get_secret_value())
     log = logging.getLogger("draftalign")
@@ -102,7 +102,7 @@ def serve(
     tls_key: TlsKey = None,
 ) -> None:
     """Run the HTTP API (needs a Redis; `up` brings its own)."""
-    settings = _settings(state_dir, port=port, redis_url=redis_url, tls_cert=tls_cert, tls_key=tls_key)
+    settings = _settings(state_dir=state_dir, port=port, redis_url=redis_url, tls_cert=tls_cert, tls_key=tls_key)
     with importing():
         from service.api.app import run_api  # loaded only once the settings are known to be right
 
@@ -115,7 +115,7 @@ def worker(state_dir: StateDir = None, redis_url: RedisUrl = None) -> None:
     Under `torchrun` it is one of several ranks, which train one drafter together.
     """
     check_torch()
-    settings = _with_redis(_settings(state_dir, redis_url=redis_url))
+    settings = _with_redis(_settings(state_dir=state_dir, redis_url=redis_url))
     with importing():
         from service.ranks import run_on_ranks  # it loads torch, which takes two seconds
 
@@ -133,7 +133,7 @@ def up(
 
     With --redis-url or DRAFTALIGN_REDIS_URL that Redis is used, and no Valkey is started.
     """
-    settings = _settings(state_dir, port=port, redis_url=redis_url, tls_cert=tls_cert, tls_key=tls_key)
+    settings = _settings(state_dir=state_dir, port=port, redis_url=redis_url, tls_cert=tls_cert, tls_key=tls_key)
     from service.cli.up import run_up
 
     run_up(settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -26,8 +26,7 @@ def copy_state(
     log, Redis. Runs that are there already are left as they are and named, with exit code 1: so it can be called
     again after a failure.
     """
-    options: dict[str, Any] = {"state_dir": state_dir, "state_url": state_url}
-    target = state_of(Settings(**{name: value for name, value in options.items() if value is not None}))
+    target = state_of(Settings.with_options(state_dir=state_dir, state_url=state_url))
     if not isinstance(target, Mirror):
         _check_no_copy(target.root)
     target.root.mkdir(parents=True, exist_ok=True)

@@ -226,7 +226,7 @@ class Attempt(Generic[_Scored]):
         return None if self.opened is None else self.opened.time
 
     def has(self, time: float | None) -> bool:
-        """Whether it was under way then; what has no time is of the first."""
+        """Whether it was under way at this time. None, of a record without a time, is in the first attempt only."""
         at = time or 0.0
         return (self.opened is None or at >= self.opened.time) and (self.closed is None or at < self.closed.time)
 

@@ -34,7 +34,7 @@ LOOK_BACK: Final = 256
 _NARROW: Final = 0.015
 #: So many batches in a row of an older drafter are not late: a person has rolled back to it.
 _SERVED_AGAIN: Final = 8
-#: A tilt is a bias if it exceeds 10 % in odds by these standard errors. Features in bfloat16, and heads that are off
+#: A tilt is a bias if it exceeds 10 % in odds by so many standard errors. Features in bfloat16, and heads that are off
 #: by half a per cent, make a smaller tilt (`tests/drafter/replay/test_lossless.py`).
 _SURE: Final = 4.5
 _LEAST_TILT: Final = 0.1

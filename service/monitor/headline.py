@@ -147,7 +147,7 @@ def headline(facts: RunFacts) -> Headline:
 
 
 def _findings(facts: RunFacts) -> Iterator[Headline]:
-    """All that is true: at least one thing."""
+    """All headlines that hold now: at least one."""
     yield from _of_people(facts)
     if facts.state.state == "archived":
         return  # nothing happens any more

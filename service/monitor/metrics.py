@@ -202,11 +202,11 @@ class _Families(Collector):
         family.add_metric(list(labels.values()), float(value))  # type: ignore[attr-defined]
 
     def collect(self) -> Iterable[Metric]:
-        """All of them."""
+        """All families, as Prometheus' client asks for them."""
         return self._families.values()
 
     def part(self) -> Part:
-        """All of them as text."""
+        """All families as text."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         found = _FAMILY.findall(generate_latest(registry))

@@ -299,7 +299,7 @@ def _may_be_there(path: Path) -> bool:
 
 
 def run_name(run: str) -> str:
-    """The same; RunNotFound where no run can have that name."""
+    """The name as it is. Raises RunNotFound where no run can have that name."""
     if not RUN_NAME.fullmatch(run):
         raise RunNotFound(f"{run[:80]!r} is not a run's name: 1 to 64 of A-Z a-z 0-9 . _ - after a letter or digit")
     return run

@@ -28,6 +28,7 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic_core import to_json
 
 from rl_hooks.durable import replace_file
+from rl_hooks.format.drafter import DrafterKind
 from service.errors import LatestHeld, LatestMoved, RunConflict, RunDamaged, VersionNotFound
 from service.monitor.events import DrafterSent, Event, GateEvidence, HoldChanged, Moved, lenient
 from service.monitor.records import HeldVersion
@@ -145,7 +146,7 @@ class Registry(Versions):
         config_fingerprint: str,
         d2t_sha256: str,
         aux_layers: Sequence[int],
-        kind: Literal["eagle3", "mtp"] = "eagle3",
+        kind: DrafterKind = "eagle3",
         gate: GateEvidence | None = None,
         reason: str = "published",
         instead_of: str | None = ANY,

@@ -25,7 +25,7 @@ from safetensors.torch import save
 from examples import policy
 from examples.engine import Engine
 from examples.engine_server import create_app
-from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.counting.counters import Snapshot
 
 PROMPTS = elicit_prompts(12, seed=4)
 

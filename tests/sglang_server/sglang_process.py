@@ -20,7 +20,7 @@ from helpers.engine.server_load import REPOSITORY, write_entry_points
 from helpers.ports import free_port
 
 from examples.policy import BASE_POLICY
-from rl_hooks.engines.counters import Counts
+from rl_hooks.engines.counting.counters import Counts
 from rl_hooks.engines.sglang.adapter import GENERATED, REQUESTS, ROUNDS
 from rl_hooks.engines.sglang.direct import LOADER
 

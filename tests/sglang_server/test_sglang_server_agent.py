@@ -24,7 +24,7 @@ from examples.features import batch_of
 from examples.policy import BASE_POLICY
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.follower import EngineFollower
-from rl_hooks.engines.counters import Counts
+from rl_hooks.engines.counting.counters import Counts
 
 
 def rounds_of(follower: EngineFollower, version: str) -> int:

@@ -23,7 +23,7 @@ from examples.features import batch_of
 from rl_hooks.agent.agent import SwapAgent
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.follower import EngineFollower
-from rl_hooks.engines.counters import Counts
+from rl_hooks.engines.counting.counters import Counts
 from service.monitor.records import DrafterSums, ScoreRecord
 from service.storage.queue.keys import Keys
 

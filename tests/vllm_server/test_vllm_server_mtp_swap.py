@@ -32,7 +32,7 @@ from drafter.model.pointwise import rms_norm
 from drafter.mtp.module import MtpDrafter
 from drafter.replay.replay import replay
 from rl_hooks.agent.follower import EngineFollower
-from rl_hooks.engines.counters import Counts
+from rl_hooks.engines.counting.counters import Counts
 
 PROMPTS = [[2 + i, 5, 7 + i] for i in range(24)]
 SPECULATIVE = {"method": "mtp", "num_speculative_tokens": DEPTH}

@@ -18,7 +18,7 @@ from drafter.replay.replay import replay
 from examples import elicit, vllm_engine
 from examples.features import Rollout, batch_of
 from examples.vllm_engine import VllmClient, vllm_server
-from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.counting.counters import Snapshot
 
 DEPTH = 4
 

@@ -31,7 +31,7 @@ def main(site: str, server: str, service: str, drafter: str, weights: str, out: 
 
     from examples.elicit import TASK
     from examples.policy import AUX_LAYERS
-    from rl_hooks.engines.counters import Snapshot
+    from rl_hooks.engines.counting.counters import Snapshot
     from rl_hooks.trl import attach
 
     refused = carry_by_files(Path(weights))

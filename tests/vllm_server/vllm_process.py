@@ -21,7 +21,7 @@ from helpers.engine.server_load import write_entry_points
 from helpers.ports import free_port
 
 from examples.policy import BASE_POLICY
-from rl_hooks.engines.counters import Counts, Snapshot
+from rl_hooks.engines.counting.counters import Counts, Snapshot
 
 REPOSITORY = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("DRAFTALIGN_VLLM_PYTHON", REPOSITORY / ".venv-vllm/bin/python"))

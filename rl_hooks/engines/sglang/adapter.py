@@ -39,7 +39,7 @@ import numpy as np
 
 from rl_hooks import wire
 from rl_hooks.durable import replace_file
-from rl_hooks.engines.counters import Counts, Snapshot, per_position, read_samples, told, whole
+from rl_hooks.engines.counting.counters import Counts, Snapshot, per_position, read_samples, told, whole
 from rl_hooks.engines.protocol import NOT_FOUND, EngineHttp, EngineState, counting_only
 from rl_hooks.engines.sglang import rounds
 from rl_hooks.engines.sglang.direct import LOADER, mark_of

@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol
 
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_hooks.engines.candidate import vocabulary_digest
-from rl_hooks.engines.counters import NO_VERSION, Snapshot
+from rl_hooks.engines.counting.counters import NO_VERSION, Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.engines.ranks import LayerRanks
 from rl_hooks.engines.settings import ServiceSettings
@@ -427,7 +427,7 @@ class SchedulerEngine:
     async def swap(self, release: Release) -> str | None:
         """Swap between two steps, of all ranks alike; returns the SHA-256 of what they read."""
         order = SwapOrder(release.version, str(release.path), dict(release.sha256s))
-        apply, deadline = SwapOrder(*_fields(order), apply=True), time.monotonic() + _STAGE_TIMEOUT_SECONDS
+        apply, deadline = replace(order, apply=True), time.monotonic() + _STAGE_TIMEOUT_SECONDS
         if said := await self._ask(order):
             return judged("this server", release, said, len(said))
         seconds = _POLL_SECONDS
@@ -454,10 +454,6 @@ class SchedulerEngine:
         if COUNTER.served is None or COUNTER.failed:
             raise MetricsError("the counting of rounds in this server has ended by a fault; its log says which")
         return COUNTER.served.books.read(self._served.law()[1])
-
-
-def _fields(order: SwapOrder) -> tuple[str, str, dict[str, str]]:
-    return order.version, order.path, order.sha256s
 
 
 def _facts(worker: Any, model: Any) -> dict[str, Any]:

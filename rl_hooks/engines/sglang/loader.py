@@ -70,8 +70,10 @@ def load_drafter(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) 
         home = _home()
         told["directory"] = _inside(home, request["outcome"])
         told["version"] = request["version"]
-        _check_owner()
-        _check_memory()
+        if OWNER.refusal is not None:
+            raise DrafterRefusedError(OWNER.refusal)
+        if MEMORY.released:
+            raise RuntimeError(REFUSAL)
         weights, sha256 = read_drafter(model, _inside(home, request["path"]), request["sha256"])
         place(model, weights)
         COUNTER.drafter_changed()
@@ -110,16 +112,6 @@ def parse_request(named_tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Any]
     if not isinstance(document.get("sha256"), dict):
         raise ValueError("sha256 must give digests by file name")  # noqa: TRY004 - of what the request says
     return document
-
-
-def _check_owner() -> None:
-    if OWNER.refusal is not None:
-        raise DrafterRefusedError(OWNER.refusal)
-
-
-def _check_memory() -> None:
-    if MEMORY.released:
-        raise RuntimeError(REFUSAL)
 
 
 def _home() -> Path:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet
 
-from rl_hooks.engines.rounds import RoundBooks, counted_prompt
+from rl_hooks.engines.counting.rounds import RoundBooks, counted_prompt
 from rl_hooks.engines.sglang import direct
 from rl_hooks.engines.sglang.memory import MEMORY, UPDATER
 from rl_hooks.release import check_receipt

@@ -31,12 +31,12 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, Final
 
-from rl_hooks.engines.counters import NO_VERSION, Snapshot
+from rl_hooks.engines.counting.counters import NO_VERSION, Snapshot
 from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.tap.feature_tap import MAX_TOKENS
 from rl_hooks.engines.vllm import KNOWN_RELEASES
 from rl_hooks.engines.vllm.rounds import RoundCounter
-from rl_hooks.engines.vllm.steps import is_plain, leaves_out_truncated, sampling_of
+from rl_hooks.engines.vllm.steps import leaves_out_truncated, sampling_of, unlike_policy
 from rl_hooks.engines.vllm.swapper import answered, joint_state
 from rl_hooks.sending.sampling import sampling_position
 
@@ -102,7 +102,7 @@ class CoreLink:
             return  # a KV connector's tokens come without rows, whatever the prefix cache does
         if sampling_position(request.request_id, "tap") >= self.sample_fraction:
             return
-        if not is_plain(request) or len(request.prompt_token_ids) > MAX_TOKENS:  # not tapped
+        if unlike_policy(request) or len(request.prompt_token_ids) > MAX_TOKENS:  # not tapped
             return
         if sampling_of(request.sampling_params).truncated and leaves_out_truncated(self.core.vllm_config):
             return

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.counting.counters import Snapshot
 from rl_hooks.engines.protocol import EngineState, engine_state, failure
 from rl_hooks.engines.vllm.core import CoreLink
 from rl_hooks.engines.vllm.swapper import Swapper, SwapProblem

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from rl_hooks.engines.counters import Snapshot
-from rl_hooks.engines.rounds import Law, RoundBooks, counted_prompt
+from rl_hooks.engines.counting.counters import Snapshot
+from rl_hooks.engines.counting.rounds import Law, RoundBooks, counted_prompt
 from rl_hooks.engines.vllm import KNOWN_RELEASES
 
 log = logging.getLogger("vllm.draftalign")

@@ -53,15 +53,11 @@ def named_arguments(function: Callable[..., Any], wanted: Sequence[str]) -> Call
     return lambda *args, **kwargs: signature.bind(*args, **kwargs).arguments
 
 
-def is_plain(request: Any) -> bool:
-    """Whether a request, vLLM's own or the scheduler's, is drawn from the policy's plain distribution."""
-    return not unlike_policy(request)
-
-
 def unlike_policy(request: Any) -> str:
     """What makes a request draw from another distribution than the policy's plain one; "" where nothing does.
 
-    Any sampling parameter that is not known to be harmless must have its default, because new vLLM releases add some.
+    It may be vLLM's own request or the scheduler's. Any sampling parameter that is not known to be harmless must have
+    its default, because new vLLM releases add some.
     """
     params = request.sampling_params
     if params is None:
@@ -94,7 +90,7 @@ def _means_nothing(name: str, value: Any) -> bool:
 def request_of(new: Any) -> Request | None:
     """A request of the scheduler's, if it can be collected from its beginning."""
     params = new.sampling_params
-    if is_resumed(new) or not is_plain(new):
+    if is_resumed(new) or unlike_policy(new):
         return None
     stop = frozenset(params.stop_token_ids or ()) if params.ignore_eos else frozenset(params.all_stop_token_ids)
     if not params.ignore_eos and params.eos_token_id is not None:

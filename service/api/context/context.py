@@ -113,41 +113,58 @@ class KeptPart(NamedTuple):
     part: Part
 
 
-class _KeptOfRun:
+class OfRun:
     """What this process keeps of one run."""
 
     def __init__(self, context: ServiceContext, run: str) -> None:
         self.record: tuple[FileId, RunRecord] | None = None  # with the file that it was read from
-        self.accepted = False  # a batch of it, by this process
-        self.asked = 0.0  # when somebody asked for the series, by the monotonic clock
-        self.part: KeptPart | None = None  # of `/metrics`
-        self.turn = asyncio.Lock()  # of calls that take turns in the run
+        #: Whether this process accepted a batch of it.
+        self.accepted = False
+        #: Its part of `/metrics` that was made last, where it stands.
+        self.part: KeptPart | None = None
+        #: Of calls that take turns in the run.
+        self.turn = asyncio.Lock()
+        self._asked = 0.0  # when somebody asked for the series, by the monotonic clock
+        self._series: Series | None = None
         self._context, self._run = context, run
 
     @functools.cached_property
     def queue(self) -> AsyncRolloutQueue:
+        """Its queue."""
         settings = self._context.settings
         bounds = settings.remembered_bytes, settings.queue_max_rollouts
         return AsyncRolloutQueue(self._context.redis.client, self._run, *bounds)
 
     @functools.cached_property
     def pointer(self) -> Pointer:
+        """What it serves."""
         read = functools.partial(self._context.registry.latest, self._run)
         return Pointer(self._context.layout.latest(self._run), read, self._context.lifetime.stopping)
 
     @functools.cached_property
     def evidence(self) -> Evidence:
+        """What its newest batches and its engines show."""
         of, run = self._context, self._run
         rule = functools.partial(of.live_rule, run)
         return Evidence(rule, of.answers, of.store(run), self.pointer, of.runs_with_evidence)
 
     @functools.cached_property
-    def series(self) -> Series:
-        return Series(self._context.store(self._run), self._context.settings.max_policy_lag)
-
-    @functools.cached_property
     def quiet(self) -> Quiet:
+        """Reads it while nothing happens in it."""
         return Quiet(self._context.store(self._run), self._context.settings.max_policy_lag)
+
+    @property
+    def series(self) -> Series:
+        """Its α series."""
+        self._asked = time.monotonic()
+        if self._series is None:
+            self._series = Series(self._context.store(self._run), self._context.settings.max_policy_lag)
+        return self._series
+
+    def drop_unasked(self) -> None:
+        """Drop a series that nobody has asked for in a while. A call that uses it has a reference of its own."""
+        if time.monotonic() - self._asked > _UNASKED_SECONDS:
+            self._series = None
 
 
 class ServiceContext:
@@ -164,8 +181,8 @@ class ServiceContext:
         self.answers = Shared()
         #: For what other hosts did.
         self.looks = Looks(self.layout, self.registry, self.answers, share=settings.state_url is not None)
-        self.disk = Disk(settings, self.layout, self.queue, self.dead)
-        self._kept: dict[str, _KeptOfRun] = {}
+        self.disk = Disk(settings, self.layout, lambda run: self.of(run).queue, self.dead)
+        self._kept: dict[str, OfRun] = {}
         self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
 
     def run(self, run: str) -> RunRecord:
@@ -174,7 +191,7 @@ class ServiceContext:
         kept = self._kept.get(run)
         if kept is None or kept.record is None or kept.record[0] != file:
             record = load_run(self.layout, run)  # before anything is kept of a run that is not there
-            kept = self._of(run)
+            kept = self.of(run)
             kept.record = file, record
         return kept.record[1]
 
@@ -197,54 +214,19 @@ class ServiceContext:
         self.disk.drop(run)
         self.registry.history.drop(run)
 
-    def first_accepted(self, run: str) -> bool:
-        """Note that a batch of a run was accepted; whether it is the first since this process began."""
-        kept = self._of(run)
-        first, kept.accepted = not kept.accepted, True
-        return first
-
-    def queue(self, run: str) -> AsyncRolloutQueue:
-        """The queue of a run."""
-        return self._of(run).queue
-
-    def pointer(self, run: str) -> Pointer:
-        """What a run serves."""
-        return self._of(run).pointer
-
-    def evidence(self, run: str) -> Evidence:
-        """What the newest batches and the engines of a run show."""
-        return self._of(run).evidence
-
-    def series(self, run: str) -> Series:
-        """The α series of a run."""
-        kept = self._of(run)
-        kept.asked = time.monotonic()
-        return kept.series
-
-    def quiet(self, run: str) -> Quiet:
-        """Reads a run in which nothing happens."""
-        return self._of(run).quiet
-
-    def part(self, run: str) -> KeptPart | None:
-        """A run's part of `/metrics` that was made last, where it stands."""
-        return self._of(run).part
-
-    def keep_part(self, run: str, part: KeptPart | None) -> None:
-        """Keep it for the next scrape."""
-        self._of(run).part = part
+    def of(self, run: str) -> OfRun:
+        """What this process keeps of a run."""
+        if run not in self._kept:
+            self._kept[run] = OfRun(self, run)
+        return self._kept[run]
 
     def runs_with_evidence(self) -> int:
         """How many runs have evidence here that is computed again and again."""
         return sum(kept.evidence.computes for kept in self._kept.values() if "evidence" in vars(kept))
 
-    def _of(self, run: str) -> _KeptOfRun:
-        if run not in self._kept:
-            self._kept[run] = _KeptOfRun(self, run)
-        return self._kept[run]
-
     def dead(self, run: str) -> DeadLetters:
         """The dead batches of a run."""
-        return DeadLetters(self.redis.client, self.queue(run))
+        return DeadLetters(self.redis.client, self.of(run).queue)
 
     def store(self, run: str) -> AsyncStore:
         """The store of a run."""
@@ -267,7 +249,7 @@ class ServiceContext:
 
         For calls that trainers make again and again: a kept lock (docs/reference/paused.md) delays one run only.
         """
-        async with self._of(run).turn:
+        async with self.of(run).turn:
             return await self.locking(work, *args, **named)
 
     def forgetting(self, run: str) -> Callable[[int | None], bool]:
@@ -338,8 +320,7 @@ class ServiceContext:
     def _drop_unasked(self) -> None:
         self.registry.history.drop_events(_UNASKED_SECONDS)
         for kept in self._kept.values():
-            if time.monotonic() - kept.asked > _UNASKED_SECONDS:
-                vars(kept).pop("series", None)  # a call that uses it now has a reference of its own
+            kept.drop_unasked()
 
     async def _shorten_memory(self, runs: Sequence[str]) -> None:
         """Keep what Redis remembers of ended batches, for all runs, below twice what one run may take.
@@ -348,14 +329,14 @@ class ServiceContext:
         that go on. Where Redis is nearly full all the same (another limit, queues, scores), they are cut until a fifth
         of it is free, or hardly anything is left.
         """
-        held = await asked_of(runs, lambda run: self.queue(run).remembered())
+        held = await asked_of(runs, lambda run: self.of(run).queue.remembered())
         together, memory = 2 * self.settings.remembered_bytes, await self.redis.soon(memory_of(self.redis.client))
         if memory is not None and memory.fill > REDIS_NEARLY_FULL:
             excess = memory.used_bytes - int(_LEFT_FULL * memory.limit_bytes)
             together = min(together, max(sum(held.values()) - excess, self.settings.remembered_bytes // _LEAST_SHARE))
         most = fair_bound(list(held.values()), together)
         for run in (run for run, size in held.items() if size > most):
-            size = await self.queue(run).shorten(most)
+            size = await self.of(run).queue.shorten(most)
             if size < held[run]:
                 log.info("run %s: what Redis remembers of ended batches was cut to %.1f MiB", run, size / (1 << 20))
 

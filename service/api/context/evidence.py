@@ -19,7 +19,7 @@ from service.monitor.headline import ENGINE_SILENT_SECONDS
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import Replays
 from service.monitor.live.watch import EVIDENCE_SECONDS, Watch, watch
-from service.monitor.records import Return, ScoreRecord, StepSample
+from service.monitor.records import ScoreRecord, StepSample
 from service.monitor.worth import Worth, worth
 from service.reading.pointer import Pointer
 from service.reading.shared import Shared
@@ -52,14 +52,6 @@ class Recent:
     records: Mapping[str, ScoreRecord]
     newest: Newest
     replays: Replays
-
-    @classmethod
-    def of(
-        cls, times: int, records: Mapping[str, ScoreRecord], before: Newest | None, returns: Sequence[Return]
-    ) -> Recent:
-        """Compute what they show; not on the event loop. `before`: the newest before. `returns`: of the trainer."""
-        newest = Newest(records.values(), before, returns)
-        return cls(times, records, newest, Replays(newest, returns))
 
 
 def _worth(steps: Sequence[StepSample], survival: Sequence[float]) -> Worth:
@@ -110,9 +102,13 @@ class Evidence:
         records = await store.recent_scores({} if before is None else before.records)
         if before is not None and len(records.keys() - before.records.keys()) != times - before.times:
             records = await store.recent_scores()  # one was scored for the second time
-        newest = None if before is None else before.newest
         returns = await store.returns()
-        self._recent = await asyncio.to_thread(lambda: Recent.of(times, records, newest, returns))
+
+        def compute() -> Recent:
+            newest = Newest(records.values(), None if before is None else before.newest, returns)
+            return Recent(times, records, newest, Replays(newest, returns))
+
+        self._recent = await asyncio.to_thread(compute)
         return self._recent
 
     async def engines(self, summary: Summary | None = None, *, fresh: bool = False) -> Engines:

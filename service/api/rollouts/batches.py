@@ -246,7 +246,7 @@ class QueueRoom(NamedTuple):
 async def check_queue(context: ServiceContext, run: str, length: int) -> QueueRoom:
     """Refuse a file that would not fit the run's queue."""
     settings = context.settings
-    queue = context.queue(run)
+    queue = context.of(run).queue
     items, size, rollouts = await context.redis.soon(queue.depth())
     coming = context.disk.spool.reserved_bytes(run)
     share, wanted = context.disk.queue_share_bytes(size, run), size + coming + length
@@ -262,7 +262,7 @@ async def check_queue(context: ServiceContext, run: str, length: int) -> QueueRo
     elif share - dead < wanted and not full:
         gives_way = share - wanted
     if full:
-        await context.redis.soon(context.queue(run).count_rejected())
+        await context.redis.soon(context.of(run).queue.count_rejected())
         raise queue_full(context, run, Depth(items, size + coming, rollouts), length, limit_bytes)
     return QueueRoom(limit_bytes, gives_way)
 
@@ -359,9 +359,7 @@ async def _enqueue(
     try:
         return await add_entry(context, header, batch, room, came_here=True)
     except (RunNotFound, RunClosed, WireError):  # it was deleted or closed while this came, or registered again
-        context.disk.spool.delete(run, batch.blob)
-        if context.kept is not None:
-            await asyncio.to_thread(context.kept.discard, run, [batch.blob])
+        await _drop_file(context, run, batch)
         raise
 
 
@@ -407,12 +405,17 @@ async def _delete_unless_named(
     The entry may name this very file, which then stays: Redis stored it, its answer was lost, and redis-py's retry
     found a duplicate.
     """
-    first = await context.queue(run).batch(batch.batch_id)
-    if first is None or first["blob"] != batch.blob:
-        context.disk.spool.delete(run, batch.blob)
-        if came_here and context.kept is not None:
-            await asyncio.to_thread(context.kept.discard, run, [batch.blob])
+    first = await context.of(run).queue.batch(batch.batch_id)
+    if came_here and (first is None or first["blob"] != batch.blob):
+        await _drop_file(context, run, batch)
     return first
+
+
+async def _drop_file(context: ServiceContext, run: str, batch: Batch) -> None:
+    """Delete a file that came through this process, wherever it is kept."""
+    context.disk.spool.delete(run, batch.blob)
+    if context.kept is not None:
+        await asyncio.to_thread(context.kept.discard, run, [batch.blob])
 
 
 async def _finish_enqueue(
@@ -420,7 +423,7 @@ async def _finish_enqueue(
 ) -> Enqueued:
     settings, spool = context.settings, context.disk.spool
     try:
-        outcome = await context.queue(run).enqueue(
+        outcome = await context.of(run).queue.enqueue(
             batch, max_items=settings.queue_max_items, max_bytes=room.limit_bytes
         )
     except OutOfMemoryError:  # the script changed nothing, and each try leaves a file
@@ -428,7 +431,8 @@ async def _finish_enqueue(
         raise
     if outcome.replaced is not None:
         spool.delete(run, outcome.replaced)
-    if outcome.outcome == "accepted" and context.first_accepted(run):
+    if outcome.outcome == "accepted" and not context.of(run).accepted:
+        context.of(run).accepted = True
         log.info("%s: first batch accepted since this process began: policy %d, %d rollouts, %d tokens",
                  run, batch.policy_version, batch.rollouts, batch.tokens)  # fmt: skip
     if outcome.outcome != "accepted":
@@ -456,7 +460,7 @@ async def get_rollout(rollout_id: str, context: Context, run: RunQuery = "defaul
     """Read the state of a batch, or of a rollout's batch; for a dead one, the reason too."""
     context.run(run)
     await context.redis.check()
-    queue = context.queue(run)
+    queue = context.of(run).queue
     batch_id: str | None = rollout_id
     batch = await queue.batch(rollout_id) if BATCH_ID.fullmatch(rollout_id) else None
     if batch is None and 0 < len(rollout_id) <= 128 and rollout_id.isprintable():

@@ -47,7 +47,7 @@ async def get_dead(
     return DeadPage(
         run=run,
         total=await letters.total(),
-        file_bytes=await context.queue(run).dead_file_bytes(),
+        file_bytes=await context.of(run).queue.dead_file_bytes(),
         dead=[told(one) for one in found],
         older=found[-1].letter_id if len(found) == count else None,
     )
@@ -99,7 +99,7 @@ async def retry_dead(
             there = await asyncio.to_thread(context.kept.holds, run, batch["blob"])
         if not there:
             raise _gone(run, batch_id)
-    queue, size = context.queue(run), int(batch["bytes"])
+    queue, size = context.of(run).queue, int(batch["bytes"])
     held, dead = (await queue.depth()).bytes + size, await queue.dead_file_bytes() - size  # the disk has its file
     limit_bytes = context.disk.queue_limit_bytes(held, run, max(dead, 0))
     outcome = await context.dead(run).put_back(
@@ -138,7 +138,7 @@ async def discard_dead(run: str, batch_id: str, request: Request, context: Conte
 async def _batch(context: ServiceContext, run: str, batch_id: str) -> dict[str, str]:
     context.run(run)
     await context.redis.check()
-    found = await context.queue(run).batch(batch_id) if BATCH_ID.fullmatch(batch_id) else None
+    found = await context.of(run).queue.batch(batch_id) if BATCH_ID.fullmatch(batch_id) else None
     if found is None:
         raise Problem(404, "no-such-batch", f"run {run!r} knows no batch {batch_id[:80]!r} (any more)")
     return found

@@ -91,7 +91,7 @@ async def post_direct(
     header = check_header(context, caller, file, run)
     check_run(record, header)
     _check_name(upload, header.batch_id, sha256)
-    first = await context.redis.soon(context.queue(run).batch(header.batch_id))
+    first = await context.redis.soon(context.of(run).queue.batch(header.batch_id))
     if first is None or (first["state"] == "dead" and first.get("code") in LOST):
         try:
             async with asyncio.timeout(_STORE_SECONDS):
@@ -106,7 +106,7 @@ async def post_direct(
             raise ObjectStoreError(f"the object store did not answer within {_STORE_SECONDS:.0f} s") from error
     else:  # a duplicate. If its file is found lost just now, it may be accepted: never with a file that nobody put
         blob = f"{header.batch_id}.{'0' * 32}.{sha256}.safetensors"
-        await context.redis.soon(context.queue(run).disown(header.batch_id, blob))
+        await context.redis.soon(context.of(run).queue.disown(header.batch_id, blob))
     return receipt(context, header, record, await add_entry(context, header, batch_of(header, blob), room))
 
 

@@ -107,7 +107,7 @@ def open_policy(target: str | None, state_dir: str | None, *, with_head: bool) -
     path = None if target is None else at_home(target)
     if path is not None and (path.is_dir() or path.suffix == ".safetensors"):
         return _FixedPolicy(path, with_head=with_head)
-    layout = Layout(Settings(**({} if state_dir is None else {"state_dir": state_dir})).state_dir)  # type: ignore[arg-type]
+    layout = Layout(Settings.with_options(state_dir=state_dir).state_dir)
     names = layout.run_names()
     if target is None:
         if "default" not in names and len(names) > 1:

@@ -28,8 +28,8 @@ _PAUSE_SECONDS: Final = 0.5
 _CONNECT_SECONDS: Final = 5.0
 _QUIET_SECONDS: Final = 5.0
 _READ_SECONDS: Final = 15.0
-#: Longer than the service waits for locks and reads a drafter: a command that gave up earlier would report as failed
-#: what the service then does.
+#: Longer than the service waits for locks and reads a drafter. A command that gave up earlier would report a failure,
+#: and the service would make the change all the same.
 _CHANGE_SECONDS: Final = 120.0
 
 #: What helps, by a word in the error of a connection.

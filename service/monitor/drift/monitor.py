@@ -278,7 +278,7 @@ class DriftMonitor:
         return sd if sd > _ROUNDING * abs(self.state.baseline) else None
 
     def _spreads(self) -> list[Spread]:
-        """Those that count: in a rise, what was known when it began."""
+        """The spreads in use. While α rises above the baseline, those that were known when that began."""
         rising = self.state.rise.statistic >= max(self._limits.values()) / 2
         return (self.state.rise.spreads if rising else []) or self.state.spreads
 

@@ -19,6 +19,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rl_hooks.durable import AtomicDirectory, sync, write_synced
+from rl_hooks.format.drafter import DrafterKind
 from service.errors import ObjectStoreError, RegistryError, RunDamaged, VersionNotFound
 from service.monitor.events import GateEvidence
 from service.storage.drafters.objects import Objects
@@ -55,7 +56,7 @@ class Manifest(BaseModel):
     files: tuple[VersionFile, ...]
     parent: str | None
     policy_version: int
-    kind: Literal["eagle3", "mtp"] = "eagle3"
+    kind: DrafterKind = "eagle3"
     config_fingerprint: str
     d2t_sha256: str
     aux_layers: tuple[int, ...]

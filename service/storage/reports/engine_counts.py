@@ -7,7 +7,7 @@ drafter is judged by these sums alone.
 The newest `KEPT_APART` records of a reporter stay separate. Older ones are added to two sums, so that no round is lost:
 one record per reporter and drafter version (policy version null), and the live sums of their drafter and policy version
 over all reporters, which the α chart draws. An agent reports at most 32 (drafter, policy) pairs, its newest ones
-(`rl_hooks.engines.counters.MAX_BUCKETS`), so it never reports again what was added up here.
+(`rl_hooks.engines.counting.counters.MAX_BUCKETS`), so it never reports again what was added up here.
 
 A trainer that goes back reaches policy versions again, while engines go on counting. Counts of a drafter and policy
 version from *after* that are a record of their own (`_parted`). The older record is added up as above, to the live sums

@@ -38,7 +38,7 @@ class Deaths:
         return opening or store.begun("working", file)[0] > 0
 
     def begin(self, run: str, file: tuple[int, int]) -> tuple[float, str] | None:
-        """Note that the run is being opened. Returns for how many seconds, and why, it is set aside instead; or None.
+        """Note that the run is being opened. If it is set aside instead: returns for how many seconds, and why.
 
         `file`: of the run's target.
         """

@@ -32,7 +32,7 @@ from drafter.files.checkpoint import config_fingerprint
 from drafter.model.eagle3 import Eagle3Drafter
 from drafter.vocabulary import DraftVocabulary
 from examples.features import Rollout
-from rl_hooks.engines.counters import Counts
+from rl_hooks.engines.counting.counters import Counts
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE
 from rl_hooks.release import RECEIPT, check_receipt
 

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, ProcessCollector, gene
 
 from rl_hooks.agent.books import EngineBooks
 from rl_hooks.agent.canary import CanaryRule
-from rl_hooks.engines.counters import (
+from rl_hooks.engines.counting.counters import (
     ACCEPTED,
     ACCEPTED_PER_POSITION,
     DRAFTED,

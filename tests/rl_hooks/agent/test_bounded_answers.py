@@ -35,7 +35,7 @@ from rl_hooks.agent.agent import SwapAgent
 from rl_hooks.agent.download import fetch_release
 from rl_hooks.agent.in_process import InProcessAgent
 from rl_hooks.engines.bounded import MAX_ANSWER_BYTES, MAX_PAGE_BYTES
-from rl_hooks.engines.counters import Counts, Snapshot
+from rl_hooks.engines.counting.counters import Counts, Snapshot
 from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.sglang.adapter import SGLangEngine
 from rl_hooks.engines.sglang.direct import LOADER

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.canary import WORLDS, Traffic, trial
 from rl_hooks.agent.canary import Canary, CanaryResult, CanaryRule, _student_99, blocks, log_alpha_variance
-from rl_hooks.engines.counters import Counts
+from rl_hooks.engines.counting.counters import Counts
 
 
 def _counts(rounds: int, accepted: int, depth: int = 3) -> Counts:

@@ -21,7 +21,7 @@ from rl_hooks.agent.canary import (
     blocks,
     log_alpha_variance,
 )
-from rl_hooks.engines.counters import Counts
+from rl_hooks.engines.counting.counters import Counts
 
 AT_ONCE = CanaryRule(rounds=400, patience=1.0)
 

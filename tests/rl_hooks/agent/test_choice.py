@@ -28,7 +28,7 @@ from rl_hooks.agent.process import (
     load_release,
     rejected_in,
 )
-from rl_hooks.engines.counters import Counts, Snapshot
+from rl_hooks.engines.counting.counters import Counts, Snapshot
 from rl_hooks.engines.protocol import EngineState, SwapEngine
 from rl_hooks.release import Release, parse_manifest
 

@@ -15,7 +15,7 @@ from helpers.engine.agent_fixtures import manifest
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.agent.metrics import AgentMetrics
-from rl_hooks.engines.counters import ANOTHERS_DRAFTER, Counts, Snapshot
+from rl_hooks.engines.counting.counters import ANOTHERS_DRAFTER, Counts, Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
 from rl_hooks.release import RECEIPT, Release, VerifiedManifest, parse_manifest

@@ -16,8 +16,8 @@ from helpers.engine.rounds_fixtures import Output, Scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_hooks.engines.counters import Counts
-from rl_hooks.engines.rounds import _Bucket, counted_prompt
+from rl_hooks.engines.counting.counters import Counts
+from rl_hooks.engines.counting.rounds import _Bucket, counted_prompt
 from rl_hooks.engines.vllm import KNOWN_RELEASES
 from rl_hooks.engines.vllm.rounds import CountingUnsupportedError, RoundCounter
 from rl_hooks.wire import COUNTED_DIGITS, COUNTED_PROMPTS, prompt_hash

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from drafter.files.checkpoint import write_drafter
 from drafter.model.eagle3 import Eagle3Drafter
 from rl_hooks.agent.in_process import InProcessAgent
-from rl_hooks.engines.counters import NO_VERSION
+from rl_hooks.engines.counting.counters import NO_VERSION
 from rl_hooks.engines.protocol import TREES
 from rl_hooks.engines.ranks import LayerRanks
 from rl_hooks.engines.settings import ServiceSettings

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from rl_hooks.engines.counters import Counts, Snapshot
-from rl_hooks.engines.step_times import MAX_CELLS, StepSums
+from rl_hooks.engines.counting.counters import Counts, Snapshot
+from rl_hooks.engines.counting.step_times import MAX_CELLS, StepSums
 
 PAGE = """
 vllm:spec_decode_num_drafts_total{engine="0"} 800

@@ -401,7 +401,7 @@ def test_a_sweep_forgets_runs_that_another_process_deleted(service: RunningServi
             other = ServiceContext(service.settings, client)
             await other.reap()
             before = other.disk.runs & other._kept.keys()
-            other.evidence("gone")  # of one that was deleted while that was told
+            other.of("gone")  # of one that was deleted while that was told
             assert service.client.delete("/runs/default").status_code == 204
             await other.reap()
             other.close()

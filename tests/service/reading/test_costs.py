@@ -296,7 +296,7 @@ def test_a_chart_and_a_history_that_nobody_has_asked_for_are_dropped(
             context = ServiceContext(service.settings, client)
             first = await read_followed(context, "default")
             kept: list[weakref.ref[Any]] = [
-                weakref.ref(context.series("default")),
+                weakref.ref(context.of("default").series),
                 weakref.ref(context.registry.history._events["default"][0]),
             ]
             await context.reap()
@@ -525,13 +525,13 @@ def test_many_who_wait_cost_one_look_and_all_learn_of_a_move(
     manifest = service.publish()
     context: ServiceContext = service.server.config.app.state.context  # type: ignore[union-attr]
     looks: list[float] = []
-    plain = context.pointer("default")._read
+    plain = context.of("default").pointer._read
 
     def read() -> Manifest | None:
         looks.append(time.monotonic())
         return plain()
 
-    monkeypatch.setattr(context.pointer("default"), "_read", read)
+    monkeypatch.setattr(context.of("default").pointer, "_read", read)
 
     def poll(_: int) -> int:
         reply = httpx.get(
@@ -545,7 +545,7 @@ def test_many_who_wait_cost_one_look_and_all_learn_of_a_move(
         service.wait_for_requests(20)
         time.sleep(0.3)
         assert len(looks) <= 1, "a manifest is read when `latest` moves"
-        assert len(context.pointer("default")._waiting) == 20
+        assert len(context.of("default").pointer._waiting) == 20
         service.publish(content=b"new")
         assert set(found) == {2}
     assert len(looks) <= 2
@@ -557,7 +557,7 @@ def test_a_client_that_is_gone_is_not_waited_for(service: RunningService) -> Non
 
     def becomes(count: int) -> None:
         deadline = time.monotonic() + 60
-        while len(context.pointer("default")._waiting) != count:
+        while len(context.of("default").pointer._waiting) != count:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 

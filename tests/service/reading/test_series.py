@@ -219,9 +219,9 @@ def test_the_answers_equal_those_computed_from_all_records(
 
         async def look(context: ServiceContext) -> int:
             """Compare, and return the number of attempts."""
-            context.evidence("default")._engines = None  # told once, for both
+            context.of("default").evidence._engines = None  # told once, for both
             if trimmed.get(context) != world.trimmed:  # few are kept here: some of the newest 256 went
-                context.evidence("default")._recent = None
+                context.of("default").evidence._recent = None
                 trimmed[context] = world.trimmed
             whole = await read_snapshot(context, redis_client, "default")
             followed = await read_followed(context, "default")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from redis import Redis
 from redis.exceptions import RedisError
 
-from rl_hooks.engines.counters import MAX_BUCKETS, Counts, Ledger
+from rl_hooks.engines.counting.counters import MAX_BUCKETS, Counts, Ledger
 from service.api import snapshot
 from service.errors import EndedLife, TooManyReporters
 from service.monitor.alpha import Attempt, Turn

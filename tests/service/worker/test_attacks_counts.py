@@ -20,7 +20,7 @@ from helpers.service.storage_fixtures import RolloutQueue, Store
 from helpers.worker.worker_fixtures import Bench, alive, nest
 
 from rl_hooks.agent.agent import AgentConfig, SwapAgent
-from rl_hooks.engines.counters import Counts, Snapshot
+from rl_hooks.engines.counting.counters import Counts, Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.release import Release
 

@@ -170,11 +170,11 @@ def plain_requests(_: Any) -> dict[str, Any]:
     from vllm import SamplingParams
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-    from rl_hooks.engines.vllm.steps import is_plain
+    from rl_hooks.engines.vllm.steps import unlike_policy
 
     def plain(params: SamplingParams) -> bool:
         more: dict[str, Any] = {"mm_features": [], "lora_request": None, "prompt_embeds": None}
-        return is_plain(SimpleNamespace(sampling_params=params, prompt_token_ids=[1], **more))
+        return not unlike_policy(SimpleNamespace(sampling_params=params, prompt_token_ids=[1], **more))
 
     asked = {"stop": ["x"], "logprobs": True, "seed": 1, "kv_transfer_params": {"a": 1}}
     chat = ChatCompletionRequest(messages=[{"role": "user", "content": "2+2"}], **asked)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from rl_hooks.engines.counters import Counts, Snapshot
+from rl_hooks.engines.counting.counters import Counts, Snapshot
 from rl_hooks.wire import COUNTED_DIGITS, COUNTED_PROMPTS, prompt_hash
 
 _MAX_BUCKETS: Final = 64

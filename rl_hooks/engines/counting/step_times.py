@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.counting.counters import Snapshot
 
 #: Cells kept; beyond them the ones with the fewest steps go.
 MAX_CELLS: Final = 64

@@ -46,7 +46,8 @@ STEPS: Final = "vllm:iteration_tokens_total_count"
 OUTPUTS: Final = "vllm:inter_token_latency_seconds_count"
 OUTPUT_SECONDS: Final = "vllm:inter_token_latency_seconds_sum"
 RUNNING: Final = "vllm:num_requests_running"
-#: When the process that counts began or, without that, its counter of rounds: another value is another process.
+#: When the process that counts began, and when its counter of rounds did, for where the first is missing. Another value
+#: means another process.
 STARTED_AT: Final = "process_start_time_seconds"
 CREATED_AT: Final = "vllm:spec_decode_num_drafts_created"
 
