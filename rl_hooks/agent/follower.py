@@ -158,7 +158,7 @@ class EngineFollower:
         found = between(since, known, None if pending is None else pending.version, repeated=repeated)
         if since.restarted:
             self._forget_process(state, since.known)
-        elif found is Between.OTHER_SWAP and since.known is not None:
+        elif found is Between.OTHER_SWAP:
             self._contend(state)
         verdict = self._book(found, since, state)
         self._keep_good()
@@ -319,7 +319,7 @@ class EngineFollower:
             except OtherBytesError as error:  # nothing was loaded
                 self._process.did_nothing()
                 self._note_mismatch(str(error))
-                if again or self._process.fetched_again == release.version:
+                if self._process.fetched_again == release.version:
                     raise
                 self._process.fetched_again, again = release.version, True
                 continue
@@ -330,7 +330,7 @@ class EngineFollower:
             if not wrong:
                 self._process.mistrusted = self._process.fetched_again = None
                 return after, confirmed
-            last = again or self._process.mistrusted == release.version
+            last = self._process.mistrusted == release.version
             self._process.mistrusted, self._process.pending = release.version, None
             fault = _other_bytes(release.version, verified.sha256, wrong.pop())
             self._note_mismatch(fault)
