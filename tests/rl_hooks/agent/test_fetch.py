@@ -103,6 +103,8 @@ def check_whole(bench: Bench, release: Release) -> None:
     assert release.sha256 == sha256(BYTES)
     assert sorted(path.name for path in bench.home.iterdir()) == [".lock", bench.version]
     assert sorted(path.name for path in release.path.iterdir()) == sorted([MODEL, CONFIG, RECEIPT])
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert all(timer.finished.is_set() for timer in timers), "no deadline of one file ends the next"
 
 
 def test_a_version_is_downloaded_once_and_again_where_it_was_touched_or_must_be(bench: Bench) -> None:
@@ -112,12 +114,13 @@ def test_a_version_is_downloaded_once_and_again_where_it_was_touched_or_must_be(
     assert bench.service.asked == once, "the config first: it tells how large the model can be"
     check_whole(bench, bench.fetch(again=True))
     assert bench.service.asked == 2 * once
-    for name, damaged in ((CONFIG, b"{}"), (RECEIPT, b"{"), (RECEIPT, b'{"digest": "another", "sha256": {}}')):
+    another = b'{"digest": "another", "sha256": {}}'
+    for name, damaged in ((CONFIG, b"{}"), *((RECEIPT, text) for text in (b"{", b"{}", b"[]", another))):
         (bench.home / bench.version / name).write_bytes(damaged)
         check_whole(bench, bench.fetch())
     (bench.home / bench.version / MODEL).unlink()
     check_whole(bench, bench.fetch())
-    assert bench.service.asked == 6 * once
+    assert bench.service.asked == 8 * once
     assert bench.service.authorizations == {"Bearer secret"}
 
 
@@ -204,7 +207,10 @@ def test_a_service_that_knows_no_ranges_sends_the_file_from_its_first_byte(bench
 # --- the object store
 
 
-def test_what_a_store_sends_is_taken_and_it_never_sees_the_token(bench: Bench) -> None:
+def test_what_a_store_sends_is_taken_past_any_proxy_and_it_never_sees_the_token(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     bench.under_way(f"{MODEL}.part", BYTES[:100])
     bench.service.told = [bench.redirect]
     check_whole(bench, bench.fetch())

@@ -52,7 +52,10 @@ def test_only_the_end_of_a_process_is_a_death_and_only_with_the_same_target(redi
     living.end("r")
     assert not Deaths(redis_client).happened("r", FILE)
     assert store.begun("opening", FILE) == (0, 0.0)
-    assert [Deaths(redis_client).begin("r", FILE) for _ in range(3)] == [None] * 3
+    assert [Deaths(redis_client).begin("r", FILE) for _ in range(2)] == [None] * 2
+    for _ in range(2):
+        assert living.begin("r", FILE) is None, "it had ended, and others died since"
+    assert store.begun("opening", FILE) == (3, NOW)
     last = Deaths(redis_client)
     aside = last.begin("r", FILE)
     assert aside is not None
@@ -60,8 +63,9 @@ def test_only_the_end_of_a_process_is_a_death_and_only_with_the_same_target(redi
     assert store.begun("opening", FILE) == (3, NOW), "that was no try"
     assert last.begin("r", (8, 0)) is None, "another target is tried at once"
     last.end("r")
-    store.begin("working", FILE, 3)
+    store.begin("working", FILE, 1)
     assert last.happened("r", FILE)
+    store.begin("working", FILE, 3)
     assert last.begin("r", FILE) is None
     store.begin("working", FILE, 4)
     aside = last.begin("r", FILE)
