@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 from helpers.engine.agent_fixtures import manifest
 
+from rl_hooks.agent import follower
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.download import prune_cache
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.agent.metrics import AgentMetrics
+from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import ANOTHERS_DRAFTER, Counts, Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
@@ -195,17 +197,17 @@ def test_a_swap_is_written_down_before_the_engine_is_asked_for_it(bench: Bench, 
 
 
 def test_a_swap_that_cannot_be_written_down_takes_place(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, refused = EngineFollower._store, list[bool]()
+    written = list[bool]()
 
-    def full(self: EngineFollower, *, durable: bool = False) -> None:
+    def full(path: Path, data: bytes, *, durable: bool) -> None:
+        written.append(durable)
         if durable:
-            refused.append(True)
             raise OSError(28, "No space left on device")
-        store(self)
+        replace_file(path, data, durable=False)
 
-    monkeypatch.setattr(EngineFollower, "_store", full)
+    monkeypatch.setattr(follower, "replace_file", full)
     assert bench.tick(bench.release(1))
-    assert refused == [True]
+    assert written == [True, False], "only what is asked for must survive a power cut"
 
 
 def test_what_the_engine_refuses_is_not_asked_for_again_by_this_number(bench: Bench) -> None:
@@ -224,6 +226,15 @@ def test_what_the_engine_refuses_is_not_asked_for_again_by_this_number(bench: Be
         bench.tick(unlike)
     assert not bench.tick(unlike)
     assert (bench.swaps("refused"), bench.engine.asked[3:]) == (2, [])
+
+
+def test_a_trial_goes_on_where_its_successor_was_refused(bench: Bench) -> None:
+    _, trial = on_trial(bench)
+    bench.engine.faults = [SwapRefusedError("it does not fit")]
+    with pytest.raises(SwapRefusedError):
+        bench.tick(bench.release(3))
+    assert not bench.tick(bench.release(3))
+    assert bench.engine.now.version == bench.follower.books.canary.trial == trial.version
 
 
 def test_a_drafter_that_dies_after_its_successor_was_refused_is_loaded_again(bench: Bench) -> None:
@@ -337,7 +348,8 @@ def test_rounds_are_credited_to_what_was_loaded_throughout(bench: Bench) -> None
     bench.engine.serves(40, 2)
     bench.tick(first)
     bench.engine.serves(5, 2)
-    bench.tick(second)  # credited before the swap
+    bench.engine.before_load = lambda: bench.engine.serves(3, 1)
+    bench.tick(second)  # what came before the swap is credited
     bench.engine.serves(30, 1)
     bench.tick(second)
     found = {one.drafter_version: one.counts.rounds for one in bench.follower.ledger.buckets()}
@@ -345,7 +357,7 @@ def test_rounds_are_credited_to_what_was_loaded_throughout(bench: Bench) -> None
     assert bench.value("alpha", engine=bench.engine.url, drafter_version=second.version) == 2.0
     current = [bench.follower.is_loaded(bucket) for bucket in bench.follower.ledger.buckets()]
     assert current == [False, True]
-    assert bench.value("unattributed_rounds", engine=bench.engine.url) == 0.0
+    assert bench.value("unattributed_rounds", engine=bench.engine.url) == 3.0
     bench.engine.policy = 1
     bench.engine.serves(20, 1)
     bench.tick(second)
@@ -369,6 +381,8 @@ def test_rounds_of_an_engine_that_knows_whose_they_are_are_credited_also_around_
     ((verdict, sequence),) = bench.follower.books.verdicts
     assert (verdict.version, verdict.passed, sequence) == (better.version, True, 2)
     assert bench.follower.versions_in_use() == {better.version, newest.version}
+    bench.engine.serves(20, 1)
+    bench.tick(newest)
     life = bench.follower.ledger.life
     bench.engine.exact, bench.engine.before_load = {newest.version: Counts(5, 15, 5)}, lambda: None
     bench.engine.now = EngineState(newest.version, True, 0)  # another process
@@ -512,6 +526,7 @@ def test_a_trial_that_is_interrupted_begins_again(bench: Bench, how: str) -> Non
         assert bench.follower.books.canary.trial is None, "nobody knows its bytes"
         return
     assert bench.follower.books.canary.trial == worse.version
+    assert bench.swaps("restored") == 0, "it is on trial"
     bench.engine.serves(100, 1)
     assert bench.tick(worse) == (how == "swap")
     judged = [(verdict.version, verdict.passed) for verdict, _ in bench.follower.books.verdicts]
@@ -572,6 +587,7 @@ def test_another_clients_drafter_is_replaced_and_no_round_around_it_is_credited(
     bench.engine.loaded_by_another("theirs")
     assert bench.tick(offer)
     assert bench.follower.ledger.unattributed_rounds == 30
+    assert bench.value("contested", engine=bench.engine.url) is None
     assert bench.follower.books.canary.good == good.version
     assert (bench.engine.now.version, bench.swaps("rolled_back")) == (offer.version, 0)
 
@@ -595,6 +611,7 @@ def test_an_engine_that_another_client_keeps_is_given_up_only_counted_and_taken_
     assert "5 times another client undid a swap of run 'default'" in bench.follower.withheld
     assert "is of run 'other'" in bench.follower.withheld
     assert bench.value("contested", engine=bench.engine.url) == 1.0
+    assert (bench.swaps("swapped"), bench.swaps("rolled_back")) == (5, 0)
     assert bench.follower.ledger.life != life
     bench.engine.serves(30, 2)
     assert not bench.tick(offer)
@@ -644,14 +661,15 @@ def test_a_memory_that_cannot_be_read_costs_all_but_what_was_rejected(bench: Ben
         bench.follower._memory.mkdir()
     else:
         bench.follower._memory.write_text(text)
-    follower = bench.make()
-    assert (follower.sequence, follower.loaded_version) == (-1, None)
-    assert follower._choice.rejected == ({"v000002": 2} if text and "rejected" in text else {})
+    made = bench.make()
+    assert (made.sequence, made.loaded_version) == (-1, None)
+    assert made._choice.rejected == ({"v000002": 2} if text and "rejected" in text else {})
 
 
 def test_an_engine_is_remembered_before_anything_was_downloaded_and_keeps_its_files(bench: Bench) -> None:
     assert not bench.tick(None)
     assert bench.follower._memory.exists()
+    assert bench.value("alpha", engine=bench.engine.url, drafter_version="None") is None
     good, bad = on_trial(bench)
     assert prune_cache(bench.cache.parent, "default", set()) == []
     os.utime(bench.follower._memory, (0, 0))
