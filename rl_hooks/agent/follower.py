@@ -43,7 +43,7 @@ from rl_hooks.agent.process import (
 from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import Counts, Ledger, Snapshot, VersionCounts
 from rl_hooks.engines.protocol import Engine, EngineState
-from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
+from rl_hooks.errors import AgentError, EngineError, MetricsError, OtherBytesError, SwapRefusedError
 from rl_hooks.release import PLAIN_NAME, Release, VerifiedManifest
 
 log = logging.getLogger("draftalign.agent")
@@ -125,7 +125,7 @@ class EngineFollower:
             if wanted is offer:
                 self._choice.sequence = offer.sequence
                 self.withheld = ""
-        except EngineError as error:
+        except AgentError as error:  # the engine's, or of files that have to be downloaded again
             self.withheld = str(error)
             raise
         else:
@@ -418,8 +418,8 @@ class EngineFollower:
         choice, seen = ReleaseChoice.restore(document), Seen.restore(document, now)
         books = EngineBooks.restore(self.books.canary.rule, document, now - away)
         process = EngineProcess(pending=load_release(document["pending"]), mistrusted=document["mistrusted"])
-        self._choice, self.seen, self.books, self._process = choice, seen, books, process
         self.withheld = str(document["withheld"])
+        self._choice, self.seen, self.books, self._process = choice, seen, books, process
 
 
 def _other_bytes(version: str, expected: str | None, found: str | None) -> str:

@@ -22,7 +22,7 @@ from rl_hooks.agent.metrics import AgentMetrics
 from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import ANOTHERS_DRAFTER, Counts, Snapshot
 from rl_hooks.engines.protocol import EngineState
-from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
+from rl_hooks.errors import DownloadError, EngineError, MetricsError, OtherBytesError, SwapRefusedError
 from rl_hooks.release import RECEIPT, Release, VerifiedManifest, parse_manifest
 
 RULE = CanaryRule(rounds=100, patience=1.0)
@@ -95,6 +95,7 @@ class Bench:
     def __init__(self, root: Path) -> None:
         self.cache, self.engine, self.metrics = root / "default", PlainEngine(), AgentMetrics()
         self.fetched: list[tuple[str, bool]] = []
+        self.unreachable: list[DownloadError] = []  # what the next downloads end with
         self.follower = self.make()
         self.engine.memory_file = self.follower._memory
 
@@ -105,6 +106,8 @@ class Bench:
 
     def fetch(self, manifest: VerifiedManifest, again: bool) -> Release:
         self.fetched.append((manifest.version, again))
+        if self.unreachable:
+            raise self.unreachable.pop(0)
         return self.put(manifest)
 
     def put(self, manifest: VerifiedManifest) -> Release:
@@ -333,8 +336,12 @@ def test_no_file_that_differs_from_its_download_is_offered_to_the_engine(
         for path in list(offer.path.iterdir()):
             path.unlink()
         offer.path.rmdir()
+    bench.unreachable = [DownloadError("the service is away")]
+    with pytest.raises(DownloadError):
+        bench.tick(offer)
+    assert (bench.follower.withheld, bench.engine.asked) == ("the service is away", [])
     assert bench.tick(offer)
-    assert bench.fetched == [(offer.version, False)]
+    assert (bench.follower.withheld, bench.fetched) == ("", [(offer.version, False)] * 2)
     assert ("is not what was downloaded" in caplog.text) == (damage == "bytes")
 
 
@@ -653,12 +660,15 @@ def test_an_agent_that_found_anothers_drafter_there_gives_up_sooner(bench: Bench
     assert ours.follower.withheld == ""
 
 
-@pytest.mark.parametrize("text", [None, "", "{", "[]", '{"rejected": {"v000002": 2}}'])
+@pytest.mark.parametrize("text", [None, "", "{", "[]", '{"rejected": {"v000002": 2}}', "without a key"])
 def test_a_memory_that_cannot_be_read_costs_all_but_what_was_rejected(bench: Bench, text: str | None) -> None:
     bench.tick(bench.release(1))
     if text is None:
         bench.follower._memory.unlink()
         bench.follower._memory.mkdir()
+    elif text == "without a key":  # as an older agent wrote it
+        known = json.loads(bench.follower._memory.read_text())
+        bench.follower._memory.write_text(json.dumps({key: known[key] for key in known if key != "withheld"}))
     else:
         bench.follower._memory.write_text(text)
     made = bench.make()
