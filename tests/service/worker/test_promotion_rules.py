@@ -388,6 +388,21 @@ def test_a_promoted_one_comes_before_one_that_seems_better_and_one_that_nothing_
     assert math.isnan(contests[2].verdict.gain)
 
 
+def test_what_a_swap_is_worth_and_how_sure_it_must_be_are_settings() -> None:
+    found = []
+    for settings in (Settings(), Settings(gate_min_gain=0.2), Settings(gate_confidence=0.99)):
+        lineage: Any = Drafters()
+        subject = Gate(settings, lineage)
+        subject.trained(2.0, 7)
+        for _ in range(40):
+            (contest,) = subject.judge(compared("abcdefghijklmnopqrstuvwxyz", c=0.1), "v1")
+        found.append(contest.verdict)
+    assert [one.promote for one in found] == [True, False, True]
+    assert found[0].gain == found[1].gain
+    assert found[2].low < found[0].low
+    assert all("expected gain" in one.reason for one in found)
+
+
 def test_without_a_served_drafter_a_trained_candidate_is_compared_with_plain_decoding() -> None:
     subject, _ = gate()
     fresh = compared("abcdef", c=0.1)
@@ -426,6 +441,7 @@ def test_a_version_whose_wins_did_not_last_is_judged_on_four_claims_together() -
     assert prompts[:3] == [{"v0": 0, "v2": 6, CANDIDATE: 6}] * 3
     assert prompts[3] == {"v0": 6, "v2": 6, CANDIDATE: 6}
     assert {one.version: one.look.rollouts for one in looks[3]}["v0"] == 24
+    assert subject.training.tested == 24, "of the candidate"
 
 
 def test_a_candidate_that_is_the_served_drafter_spends_no_look_until_it_is_trained() -> None:
@@ -436,11 +452,16 @@ def test_a_candidate_that_is_the_served_drafter_spends_no_look_until_it_is_train
     subject.trained(1.0, 2)
     looks = {one.version: one.verdict.looks for one in subject.judge(fresh, "v1")}
     assert looks == {CANDIDATE: 1, "v0": 2}
+    (other,) = gate()[0].judge(compared("abcdef", c=0.1), "v1")
+    assert other.verdict.looks == 1, "it is not the served drafter, however it came there"
 
 
 def test_what_a_checkpoint_keeps_is_gone_on_from() -> None:
     subject, lineage = gate(v9=20.0)
     subject.trained(2.0, 7, 0.5)
+    assert subject._trials[CANDIDATE].promise.moved == 0.5
+    subject.trained(2.0, 7)
+    assert subject._trials[CANDIDATE].promise.moved == 1.5
     for prompts in ("abcdef", "ghijkl", "ab"):
         subject.judge(compared(prompts, c=0.1, v0=0.05), "v1")
     subject.promoted("v2", "v1", GateEvidence(gain=0.1, train_on=True))
@@ -450,6 +471,11 @@ def test_what_a_checkpoint_keeps_is_gone_on_from() -> None:
     assert json.dumps(again.state) == json.dumps(subject.state)
     assert (again.served, again.outcomes.watched, again.training) == ("v2", "v1", subject.training)
     assert again.archive.level == subject.archive.level
+    two = {"v2": replay([30.0, 31.0]), CANDIDATE: replay([29.0, 29.0])}
+    subject.judge(replace(compared("ab"), replays=two), "v2")
+    assert subject._pools[CANDIDATE].claims
+    subject.restore(subject.state)
+    assert not subject._pools, "what waited was not in the checkpoint, and comes again"
     begun = Gate(Settings(), lineage)  # type: ignore[arg-type]
     begun.restore(begun.state)
     assert (begun.served, begun.state["level"]) == (None, None)
@@ -463,6 +489,7 @@ def test_another_served_drafter_begins_all_trials_again_and_is_measured_beside_t
     assert subject.promoted("v2", "v1", GateEvidence(gain=0.1)) is None, "nothing was promised before"
     assert (subject.served, list(subject.state["trials"]), subject.outcomes.watched) == ("v2", [CANDIDATE], "v1")
     assert not subject._pools
+    assert math.isnan(subject.archive.level.mean)
     assert subject._trials[CANDIDATE].promise.variance == 0.0, "it is the served drafter now"
     subject.trained(2.0, 8)
     pair = {"v1": shifted(0.0), "v2": shifted(0.1), CANDIDATE: shifted(0.2)}
@@ -473,24 +500,31 @@ def test_another_served_drafter_begins_all_trials_again_and_is_measured_beside_t
     assert event is not None
     assert (event.version, event.before, event.rollouts) == ("v2", "v1", 6)
     assert event.realised == pytest.approx(math.expm1(0.1))
-    assert subject.outcomes.watched is None, "there was none before it"
+    assert subject.state["promise"] is None, "there was none before it"
     assert subject._trials[CANDIDATE].promise.variance > 0.0, "training goes on beside the version that serves"
 
 
-@pytest.mark.parametrize("single", [False, True])
-def test_a_fall_asks_the_archived_version_that_fits_best_and_a_single_prompt_lets_it_wait(single: bool) -> None:
+@pytest.mark.parametrize(("prompts", "judging"), [("abcdefghijkl", 6), ("aaaa", 0), ("abcdabcd", 4)])
+def test_a_fall_asks_the_archived_version_that_fits_best_and_few_prompts_let_it_wait(
+    prompts: str, judging: int
+) -> None:
+    waits = judging < 6
     subject, lineage = gate(v1=1.0, v8=40.0, v9=28.0)
-    fresh = compared("aaaa" if single else "abcdefghijkl", c=0.1)
+    fresh = compared(prompts, c=0.1)
     subject.judge(fresh, "v1")
     assert lineage.asked == []
     subject.archive.level.fallen = True
+    subject.judge(compared(prompts, [], c=0.1), "v1")
+    assert lineage.asked == [], "nothing could choose"
     (contest,) = [one for one in subject.judge(fresh, "v1") if one.version != CANDIDATE]
     assert contest.version == "v9"
-    assert contest.look.rollouts == (0 if single else 6), "the other half chose it"
-    assert subject.archive.level.fallen is single
+    assert contest.look.rollouts == judging, "the other half chose it"
+    assert math.isnan(contest.verdict.gain) is waits
+    assert (contest.look.fault == "", "trained on already" in contest.look.fault) == (not waits, False)
+    assert subject.archive.level.fallen is waits
     (contest,) = [one for one in subject.judge(compared("bcde", c=0.1), "v1") if one.version == "v9"] or [None]
-    assert (contest is not None) is single, "the choice stands until it is judged"
-    assert contest is None or contest.look.rollouts == 4
+    assert (contest is not None) is waits, "the choice stands until it is judged"
+    assert contest is None or contest.look.rollouts == 4 + judging
 
 
 # --- what was sent
@@ -533,6 +567,9 @@ def test_what_was_sent_is_refused_with_its_evidence_and_its_part_of_the_error_st
     assert {one.version for one in again} == {CANDIDATE, "s1"}
     assert subject.state["trials"]["s1"]["share"] == pytest.approx(0.1 / 12)
     subject.dismiss_sent([contest("s2")])
+    lineage.sent["s4"] = 0
+    subject.dismiss_sent([contest("s4")])  # another one was promoted meanwhile, which ends all trials
+    assert lineage.refused.pop()[0] == "s4"
     assert [why for _, why, _ in lineage.refused[1:]] == ["3 other versions were published while it waited: "]
 
 
@@ -540,7 +577,8 @@ def test_the_evidence_is_what_look_and_verdict_say_and_the_promise_is_corrected(
     found = contest("s1", gain=0.21)
     assert found.promised == pytest.approx(0.21)
     assert replace(found, correction=0.5).promised == pytest.approx(0.1)
-    evidence = found.evidence
+    evidence = replace(found, correction=0.5).evidence
+    assert evidence.promised == pytest.approx(0.1)
     assert (evidence.gain, evidence.low, evidence.high, evidence.looks, evidence.error) == (0.21, -0.1, 0.2, 1, 0.5)
     assert (evidence.rollouts, evidence.prompts, evidence.alpha_candidate, evidence.alpha_served) == (5, 4, 2.0, 1.9)
     assert (evidence.judged_to, "trained_to" in evidence.model_fields_set) == ("7-0", False)
