@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rl_hooks.wire import MappedFile, Tensor, WireError, encode
+from rl_hooks.wire import HEAD_FORMAT, MappedFile, Tensor, WireError, encode
 from service.errors import RunConflict
 from service.storage.admission import nearness
-from service.storage.admission.nearness import _check_near, _compare, _Head, _same_bytes, check_finite
+from service.storage.admission.nearness import _check_near, _compare, _Head, _same_bytes, check_finite, join_run
 from service.storage.admission.sent import draft_ids
+from service.storage.layout import Layout
 
 
 def stored(path: Path, **tensors: Tensor) -> Path:
@@ -126,6 +128,53 @@ def test_a_head_is_near_where_it_is_near_one_of_the_run_and_else_the_nearest_is_
     with pytest.raises(RunConflict, match=r"is 0\.60 .*the one registered with it .*run=\)\. More"):
         _check_near("r", head(tmp_path / "new", base * 0.4), kept, ". More")
     _check_near("r", head(tmp_path / "new", base * 0.4), kept, farthest=0.7)
+
+
+BASE = np.random.default_rng(1).standard_normal((20, 4)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("version", "moved", "came_last", "kept", "as_of"),
+    [
+        (0, 0, 5, False, None),  # a trainer that starts again, or an engine's tap
+        (0, 9, 5, True, "registered"),
+        (5, 5, 5, False, None),
+        (5, 9, 5, True, None),
+        (7, 9, 5, True, None),
+        (7, 5, 5, False, None),
+        (2, 2, 5, True, None),  # it went back, and hides what came since
+        (3, 2, 5, True, None),
+        (5, 5, 2, True, None),  # after somebody else went back, that head is in force
+        (2, 2, 2, False, None),
+    ],
+)
+def test_the_head_of_a_trainer_that_joins_is_kept_where_another_one_is_in_force(
+    version: int, moved: int, came_last: int, kept: bool, as_of: str | None, tmp_path: Path
+) -> None:
+    """The run has its head of version 0, and those of 2 and 5, of which one came last."""
+    layout = Layout(tmp_path)
+    layout.make_run("r")
+
+    def policy(path: Path, by: int, number: int) -> Path:
+        metadata = {"config": "{}", "policy_version": str(number)}
+        tensors = {"embed_tokens": f32(BASE * (1 + by / 100))}
+        path.write_bytes(b"".join(bytes(part) for part in encode(tensors, metadata)))
+        return path
+
+    policy(layout.target("r"), 0, 0)
+    for number in (2, 5):
+        path = stored(layout.head("r", number), lm_head=f32(BASE * (1 + number / 100)))
+        came = 2_000_000_000 if number == came_last else 1_000_000_000
+        os.utime(path, ns=(came, came))
+    joined = join_run(layout, "r", MappedFile(layout.target("r")), policy(tmp_path / "offered", moved, version))
+    assert joined.warning is None
+    assert (joined.new_head is not None) is kept
+    if joined.new_head is not None:
+        assert joined.as_of_ns == (None if as_of is None else layout.target("r").stat().st_mtime_ns)
+        (tmp_path / "head").write_bytes(b"".join(bytes(part) for part in joined.new_head))
+        made = MappedFile(tmp_path / "head")
+        assert made.header.metadata == {"format": HEAD_FORMAT, "policy_version": str(version)}
+        assert np.array_equal(made.array("lm_head"), (BASE * (1 + moved / 100)).astype(np.float32))
 
 
 def test_large_weights_are_compared_to_the_last_byte(monkeypatch: pytest.MonkeyPatch) -> None:
