@@ -64,6 +64,7 @@ def test_the_lease_of_a_process_that_has_ended_here_is_taken_at_once(client: Any
     client.hset(WORKERS, holder, f"{client.time()[0] * 1000} 3")
     mine = Leases(client)
     assert mine.hold("default") == (dead and here)
+    assert client.get(KEY).decode() == (mine.holder if dead and here else holder)
     assert mine.others(0) == ({} if dead and here else {holder: 3})
 
 
@@ -90,8 +91,10 @@ def test_workers_know_each_other_by_their_newest_notes(client: Any) -> None:
     client.hset(WORKERS, a.holder, f"{old} 5")
     assert b.others(2) == {}
     assert client.hkeys(WORKERS) == [b.holder.encode()]
+    c = Leases(client)
+    assert [c.others(7), a.others(1)] == [{b.holder: 2}, {b.holder: 2, c.holder: 7}]
     b.leave()
-    assert a.others(1) == {}
+    assert a.others(1) == {c.holder: 7}
 
 
 def test_a_run_that_is_deleted_is_no_workers(client: Any, redis_url: str) -> None:
@@ -101,7 +104,7 @@ def test_a_run_that_is_deleted_is_no_workers(client: Any, redis_url: str) -> Non
     assert asked(redis_url, lease.is_worked_on)
     assert not asked(redis_url, lease.take_from_workers)
     asked(redis_url, lease.give_back)
-    assert mine.hold("default"), "only its own is given back"
+    assert client.get(KEY).decode() == mine.holder, "only its own is given back"
     mine.give_back("default")
     for _ in range(2):  # it goes on after an interruption
         assert asked(redis_url, lease.take_from_workers)
