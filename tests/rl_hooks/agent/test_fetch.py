@@ -276,7 +276,7 @@ def test_the_last_free_bytes_of_a_disk_are_not_taken(bench: Bench, have: int, mo
     bench.under_way(CONFIG, bench.service.files[bench.version, CONFIG])
     bench.under_way(f"{MODEL}.part", BYTES[:have])
     free = SimpleNamespace(free=download.MIN_FREE_BYTES + SIZE - have - 1)
-    monkeypatch.setattr(download.shutil, "disk_usage", lambda _: free)
+    monkeypatch.setattr("rl_hooks.agent.download.shutil.disk_usage", lambda _: free)
     if have < SIZE:
         with pytest.raises(NoRoomError, match=f"{MODEL}: expected {SIZE - have} bytes .* found {free.free}; nothing"):
             bench.fetch()

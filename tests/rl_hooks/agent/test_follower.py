@@ -396,6 +396,11 @@ def test_rounds_of_an_engine_that_knows_whose_they_are_are_credited_also_around_
     bench.tick(newest)
     again = [one.counts.rounds for one in bench.follower.ledger.buckets() if one.life != life]
     assert again == [5]
+    bench.engine.serves(10, 1)
+    bench.engine.loaded_by_another("theirs")
+    bench.tick(newest)
+    again = [one.counts.rounds for one in bench.follower.ledger.buckets() if one.life != life]
+    assert again == [15], "the engine says whose they were, whoever swapped since"
 
 
 def test_what_was_served_while_the_counters_could_not_be_read_is_nobodys(bench: Bench) -> None:

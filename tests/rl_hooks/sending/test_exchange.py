@@ -62,8 +62,10 @@ def serving(acts: Callable[[Line], None], base: str = "") -> Iterator[tuple[Orig
         thread.join()
 
 
-def ask(origin: Origin, body: Any = (b"abc",), timeout_seconds: float = 60.0, **headers: str) -> Reply:
-    return exchange(origin, "POST", "/rollouts", headers, body, timeout_seconds=timeout_seconds)
+def ask(
+    origin: Origin, body: Any = (b"abc",), headers: Mapping[str, str] | None = None, *, timeout_seconds: float = 60.0
+) -> Reply:
+    return exchange(origin, "POST", "/rollouts", headers or {}, body, timeout_seconds=timeout_seconds)
 
 
 def never() -> Iterator[bytes]:
@@ -78,7 +80,7 @@ def test_the_body_goes_out_whole_once_the_server_wants_it_or_is_silent(
     monkeypatch.setattr(module, "SLICE_BYTES", 7)
     if not interim:
         monkeypatch.setattr(module, "CONTINUE_SECONDS", 0.01)
-    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    array: Any = np.arange(6, dtype=np.float32).reshape(2, 3)
     body = [b"head", b"", memoryview(array), memoryview(array[:0]), b"tail"]
 
     def acts(line: Line) -> None:
@@ -87,7 +89,7 @@ def test_the_body_goes_out_whole_once_the_server_wants_it_or_is_silent(
         line.say(OK)
 
     with serving(acts, "/base") as (origin, lines):
-        reply = ask(origin, body, **{"X-Run": "one"})
+        reply = ask(origin, body, {"X-Run": "one"})
     assert lines[0].body == b"head" + array.tobytes() + b"tail"
     assert (reply.status, reply.body, reply.body_bytes_sent) == (200, b"{}", 32)
     head = lines[0].head.decode().split("\r\n")

@@ -17,7 +17,7 @@ FILE = (7, 1_700_000_000)
 
 @pytest.fixture
 def _noon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deaths.time, "time", lambda: NOW)
+    monkeypatch.setattr("service.worker.process.deaths.time.time", lambda: NOW)
 
 
 @pytest.mark.parametrize(
