@@ -113,7 +113,7 @@ def fetch_release(
                 shutil.rmtree(final)
             staging.mkdir(exist_ok=True)
             # The model last: the config tells how large it can be.
-            for file in sorted(manifest.files, key=lambda one: (one.name == MODEL_FILE, one.name != CONFIG_FILE)):
+            for file in sorted(manifest.files, key=lambda one: one.name == MODEL_FILE):
                 _check_size(staging, manifest, file)
                 part = staging / f"{file.name}.part"
                 _Download(client, manifest, file, part, stopped).into(staging / file.name)

@@ -43,7 +43,7 @@ from rl_hooks.agent.process import (
 from rl_hooks.durable import replace_file
 from rl_hooks.engines.counting.counters import Counts, Ledger, Snapshot, VersionCounts
 from rl_hooks.engines.protocol import Engine, EngineState
-from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
+from rl_hooks.errors import AgentError, EngineError, MetricsError, OtherBytesError, SwapRefusedError
 from rl_hooks.release import PLAIN_NAME, Release, VerifiedManifest
 
 log = logging.getLogger("draftalign.agent")
@@ -125,7 +125,7 @@ class EngineFollower:
             if wanted is offer:
                 self._choice.sequence = offer.sequence
                 self.withheld = ""
-        except EngineError as error:
+        except AgentError as error:  # the engine's, or of files that have to be downloaded again
             self.withheld = str(error)
             raise
         else:
@@ -158,7 +158,7 @@ class EngineFollower:
         found = between(since, known, None if pending is None else pending.version, repeated=repeated)
         if since.restarted:
             self._forget_process(state, since.known)
-        elif found is Between.OTHER_SWAP and since.known is not None:
+        elif found is Between.OTHER_SWAP:
             self._contend(state)
         verdict = self._book(found, since, state)
         self._keep_good()
@@ -319,7 +319,7 @@ class EngineFollower:
             except OtherBytesError as error:  # nothing was loaded
                 self._process.did_nothing()
                 self._note_mismatch(str(error))
-                if again or self._process.fetched_again == release.version:
+                if self._process.fetched_again == release.version:
                     raise
                 self._process.fetched_again, again = release.version, True
                 continue
@@ -330,7 +330,7 @@ class EngineFollower:
             if not wrong:
                 self._process.mistrusted = self._process.fetched_again = None
                 return after, confirmed
-            last = again or self._process.mistrusted == release.version
+            last = self._process.mistrusted == release.version
             self._process.mistrusted, self._process.pending = release.version, None
             fault = _other_bytes(release.version, verified.sha256, wrong.pop())
             self._note_mismatch(fault)
@@ -418,8 +418,8 @@ class EngineFollower:
         choice, seen = ReleaseChoice.restore(document), Seen.restore(document, now)
         books = EngineBooks.restore(self.books.canary.rule, document, now - away)
         process = EngineProcess(pending=load_release(document["pending"]), mistrusted=document["mistrusted"])
-        self._choice, self.seen, self.books, self._process = choice, seen, books, process
         self.withheld = str(document["withheld"])
+        self._choice, self.seen, self.books, self._process = choice, seen, books, process
 
 
 def _other_bytes(version: str, expected: str | None, found: str | None) -> str:

@@ -257,8 +257,8 @@ class ReleaseChoice:
     def judged(self, verdict: CanaryResult, loaded: Release | None) -> int:
         """Take in the canary's verdict on the loaded release; returns the sequence that it was offered with."""
         sequence = self.sequence if loaded is None else loaded.sequence
-        if verdict.passed:
-            self.fallback = loaded
+        if verdict.passed:  # where an earlier agent loaded it, the fallback stays: its files are known with the offer
+            self.fallback = loaded or self.fallback
         else:
             self.rejected[verdict.version] = sequence
         return sequence

@@ -119,8 +119,8 @@ class RolloutQueue:
     def claim(self, consumer: str, max_tokens: int, min_idle_seconds: float) -> list[Entry]:
         """Take entries until `max_tokens` is reached: those of dead workers first, then new ones.
 
-        A suspect comes alone, so that a death it causes is not counted as a delivery of other entries. An entry above
-        `MAX_DELIVERIES` becomes a dead letter and is not returned.
+        A suspect comes last, and the worker ends those before it first: a death that it causes is hardly ever counted
+        as their delivery. An entry above `MAX_DELIVERIES` becomes a dead letter and is not returned.
         """
         entries: list[Entry] = []
         tokens = 0

@@ -180,7 +180,7 @@ class Gate:
         ours = self.archive.replay(version, fresh.select(judging)) if judging else incumbent.select([])
         theirs = incumbent.select(np.array(judging, dtype=np.int64))
         contest = self._take(version, self._look(version, fresh, ours, theirs, judging))
-        waits = bool(contest.look.fault) and (bool(self._pools[version].claims) or not judging)
+        waits = bool(self._pools[version].claims) or not judging
         self.archive.judged(version, contest.verdict, fresh, waits=waits)
         return contest
 

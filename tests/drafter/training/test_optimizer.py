@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from drafter.training.optimizer import Method, Optimizer
 
 RATE, DECAY = 0.01, 0.1
+ADAMW, MUON = ("exp_avg", "exp_avg_sq", "step"), ("momentum_buffer",)
 SHAPES = {"wide": (6, 10), "tall": (9, 4), "lm_head.weight": (12, 5), "gain": (7,)}
 
 
@@ -94,6 +95,11 @@ def test_a_state_is_taken_up_exactly(method: Method) -> None:
     move(first, made, range(3))
     stored, again = made.state(), optimizer(first, method)
     assert set(again.expected(stored)) == set(stored)
+    moments = {"lm_head.weight": ADAMW, "gain": ADAMW, "wide": MUON, "tall": MUON}
+    moments |= {"wide": ADAMW, "tall": ADAMW} if method == "adamw" else {}
+    assert set(stored) == {f"{moment}.{name}" for name in SHAPES for moment in moments[name]}, (
+        "as checkpoints have them"
+    )
     again.load(stored)
     move(first, again, range(3, 5))
     assert all(torch.equal(first[n], straight[n]) for n in SHAPES)
@@ -145,6 +151,10 @@ def test_a_state_replaces_what_was_there() -> None:
     named = parameters()
     moved = optimizer(named)
     move(named, moved, range(2))
+    stored = moved.state()
+    kept = {name: tensor.clone() for name, tensor in stored.items()}
+    move(named, moved, range(2, 3))
+    assert all(torch.equal(stored[name], tensor) for name, tensor in kept.items()), "it is a copy"
     moved.load({})
     assert moved.state() == {}
 

@@ -181,6 +181,10 @@ def test_a_matrix_more_than_there_are_ranks_goes_to_who_has_least_to_do() -> Non
     assert _shared_out(shapes, 1) == dict.fromkeys("abcd", 0)
     assert _shared_out(shapes, 2) == {"a": 0, "b": 1, "c": 1, "d": 1}
     assert sorted(_shared_out(shapes, 8).values()) == [0, 1, 2, 3]
+    # 6,000, 4,816 and 4,250 operations: not the largest, nor the longest, is the dearest.
+    shapes = {"a": torch.Size((10, 10)), "b": torch.Size((2, 300)), "c": torch.Size((40, 5))}
+    assert _shared_out(shapes, 2) == {"a": 0, "b": 1, "c": 1}
+    assert _shared_out({"d": torch.Size((5, 40)), **shapes}, 3) == {"a": 0, "b": 1, "c": 2, "d": 2}
 
 
 FAULTS: list[tuple[Exception, type[Exception]]] = [

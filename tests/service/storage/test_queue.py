@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -551,6 +552,40 @@ def test_a_worker_that_restarts_finds_what_it_held_and_a_poison_kills_no_neighbo
     assert sorted(done) == [0, 1, 3, 4]
     assert [letter["policy_version"] for letter in bench.worker.dead_letters()] == ["2"]
     assert bench.worker.depth() == (0, 0)
+
+
+def test_what_may_have_killed_comes_alone_or_last_and_only_to_who_holds_it(bench: Bench) -> None:
+    bench.put(*(make_batch(number) for number in range(4)))
+    first, _, third, _ = bench.claim("w")
+
+    def delivered_twice(entry: Entry) -> None:
+        bench.client.xclaim(Keys("default").queue, GROUP, "w", 0, [entry.entry_id], retrycount=2, justid=True)
+
+    def own(consumer: str = "w") -> list[tuple[int, int]]:
+        entries = bench.worker.own_pending(consumer, skip=[first.entry_id])
+        assert not any(entry.suspect for entry in entries[:-1])
+        return [(entry.policy_version, entry.deliveries) for entry in entries]
+
+    delivered_twice(third)
+    assert own("another") == []
+    assert own() == [(1, 2)], "the first is in hand, and the third would be a suspect"
+    bench.worker.ack(bench.worker.unfinished()[1])
+    assert own() == [(2, 3)]
+    bench.worker.release("w", [replace(third, deliveries=3)])
+    assert own() == [(2, 3)], "a delivery that was taken back is none"
+    assert own() == [(3, 2)], "the fourth delivery is its end"
+    assert [letter["policy_version"] for letter in bench.worker.dead_letters()] == ["2"]
+    delivered_twice(first)
+    assert [(entry.policy_version, entry.deliveries) for entry in bench.claim(idle=0.0)] == [(0, 3)]
+    assert [entry.policy_version for entry in bench.worker.unfinished()] == [0, 3]
+
+
+def test_uploads_that_were_refused_are_seen_once(bench: Bench) -> None:
+    bench.put(make_batch(1), max_items=1)
+    bench.put(make_batch(2), max_items=1)
+    assert [bench.worker.was_refused() for _ in range(2)] == [False, False], "what was before is not news"
+    bench.put(make_batch(3), max_items=1)
+    assert [bench.worker.was_refused() for _ in range(2)] == [True, False]
 
 
 def test_an_orderly_stop_is_not_held_against_its_entries(bench: Bench) -> None:
