@@ -35,6 +35,7 @@ _QUIET_WINDOW_TICKS: Final = 16
 #: A smaller fall (log) gets no cause.
 _LEAST_FALL: Final = 0.01
 #: Standard errors that a version must have lost to be named without an alarm: each publish is one more chance to err.
+#: And that ticks under the usual sampling must have lost, to be the policy's fall beside another sampling.
 _SURE: Final = 3.0
 #: From this change of log entropy on a policy is called sharper or flatter.
 _SHARPER: Final = 0.25
@@ -147,7 +148,11 @@ class RecentTicks:
 def _resampled(
     rows: Sequence[Row], usual: Sequence[Sampling], held: Estimate, moved: float, sd: float
 ) -> Resampled | None:
-    """Which part of `held` came with another sampling than the usual one: all that the ticks without it do not show."""
+    """Which part of `held` came with another sampling than the usual one.
+
+    All, unless ticks since the fall began that were sampled as usual show a fall that is no chance. A CUSUM begins some
+    ticks before the change, while they happen to be low, so three standard errors are asked for.
+    """
     if not usual:
         return None
     before = _middle(usual)
@@ -159,7 +164,10 @@ def _resampled(
         return Resampled(before, _middle(others), held)
     alpha, expected = _mean([r.alpha for r in as_before]), _mean([r.expected for r in as_before])
     fell = math.log(max(alpha - moved, alpha / 10) / expected)
-    variance = (sd / expected) ** 2 * (1 / len(as_before) - 1 / len(rows))  # the few are among the many
+    # The few ticks are among the many: what both show has the variance of the many.
+    variance = (sd / expected) ** 2 * (1 / len(as_before) - 1 / len(rows))
+    if fell > -_SURE * math.sqrt(held.variance + variance):
+        return Resampled(before, _middle(others), held)
     return Resampled(before, _middle(others), Estimate(held.value - fell, variance))
 
 
@@ -217,7 +225,8 @@ def cause_of(change: Change, engine: Estimate | None = None) -> Cause:
     terms = {} if change.prompts is None else {"prompts": change.prompts}
     if engine is not None:
         terms["features"] = Estimate(unseen, engine.variance)
-    terms["policy"] = Estimate(held.value - unseen - sampled, held.variance + error)
+    own = held.variance + (0.0 if part is None else part.variance)
+    terms["policy"] = Estimate(held.value - unseen - sampled, own + error)
     if part is not None:
         terms["sampling"] = Estimate(sampled, part.variance + error)
     if engine is not None:
