@@ -7,8 +7,9 @@ The classes are the product's own: reports go through `counted`, replay through 
 rollouts, and every round's accepted drafts by position. A policy version is one step; its replay is known when the step
 is over, as in a service. In `WORLDS` engines answer other prompts than are replayed, in `SHARED` these very ones, and
 count their rounds by prompt; in `UNCOUNTED` they do not. In `UNEVEN` they do not either, and prompts are shared out
-unevenly; the rule was not made on these worlds. In `SELECTED` the trainer sends a part of the prompts, chosen by what
-became of them. `restarted` has engines that begin again, and pass what they had reported before between two reports.
+unevenly; the rule was not made on these worlds. In `SELECTED` and `DYNAMIC` the trainer sends a part of the prompts,
+chosen by what became of them. `restarted` has engines that begin again, and pass what they had reported before between
+two reports.
 """
 
 from __future__ import annotations
@@ -556,7 +557,7 @@ def main() -> None:
         return
     print("sound engines (simulated): ever called sick, or `lower`, which blames nobody\n")
     print("| world | engines | reports | called sick | lower | runs held |\n|---|---|---|---|---|---|")
-    for number, world in enumerate((*WORLDS, *SHARED, *UNCOUNTED, *UNEVEN, *SELECTED)):
+    for number, world in enumerate((*WORLDS, *SHARED, *UNCOUNTED, *UNEVEN, *SELECTED, *DYNAMIC)):
         engines = asked.engines if world is WORLDS[0] else max(4, asked.engines // 5)
         called, reports, holds, names = false_names(world, engines, asked.steps, 1000 * number, rule)
         lower = names.pop("lower")

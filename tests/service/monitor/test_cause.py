@@ -449,17 +449,23 @@ def test_a_fall_that_the_usual_sampling_shows_too_is_none_of_the_other_sampling(
     assert policy.resampled is not None
     assert policy.resampled.held.value == pytest.approx(0.0)
     assert policy.resampled.held.variance == pytest.approx((0.03 / 3) ** 2 * (1 / 12 - 1 / 18))
-    assert cause_of(policy).cause == "features or policy"
+    why = cause_of(policy)
+    assert why.cause == "features or policy"
+    assert why.terms["policy"].variance == pytest.approx(policy.held.variance + policy.resampled.held.variance)
     validations = sampled(*[(3.0, WARM)] * 5, *[(2.7, HOT)] * 12)
     assert cause_of(validations).cause == "sampling temperature from 1 to 1.3"
     few = sampled(*[(2.7, WARM)] * 4, *[(2.7, HOT)] * 12)
     assert cause_of(few).cause == "sampling temperature from 1 to 1.3", "four ticks do not tell"
+    dip = sampled(*[(2.97, WARM)] * 6, *[(2.9, HOT)] * 6)
+    assert dip.resampled is not None
+    assert dip.resampled.held == dip.held, "six ticks that are a standard deviation low, before the change, are chance"
 
 
 def test_what_engines_did_not_lose_is_not_the_samplings() -> None:
     change = sampled(*[(2.7, HOT)] * 9)
     why = cause_of(change, Estimate(-math.log(0.9), SMALL))
     assert why.cause == "features or selection"
+    assert (why.terms["sampling"].value, why.terms["policy"].value) == pytest.approx((0.0, 0.0))
     for engine in (Estimate(0.04, SMALL), Estimate(-0.04, SMALL)):
         terms = cause_of(change, engine).terms
         total = sum(e.value for name, e in terms.items() if name not in ("features", "engine"))
