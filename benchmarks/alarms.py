@@ -33,7 +33,7 @@ from service.monitor.drift.limits import DriftConfig
 from service.monitor.drift.monitor import DriftMonitor
 from service.monitor.drift.state import ArrivalRate, DriftState
 from service.monitor.drift.succession import Succession
-from service.monitor.records import Estimate, Sampling
+from service.monitor.records import Estimate, SamplingSettings
 
 try:
     from river import drift as river  # type: ignore[import-not-found, unused-ignore]
@@ -360,7 +360,7 @@ def named(bank: Bank, trouble: Trouble, seed: int, *, live: bool = True, tagged:
             strata=[f"kind {code}" for code in strata[tick].tolist()] if tagged else None,
             entropies=(rng.normal(1.5, 0.3, len(row)).clip(0.3) * (trouble.entropy if changed else 1.0)).tolist(),
             arrived=60.0 * tick,
-            sampling=Sampling(trouble.temperature if tick >= start - 200 * trouble.warmer_before else 1.0),
+            sampling=SamplingSettings(trouble.temperature if tick >= start - 200 * trouble.warmer_before else 1.0),
         )
         if changed and left is None and any(reading.alarm for reading in readings):
             left = 3

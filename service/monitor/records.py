@@ -291,7 +291,7 @@ class Estimate:
         return self.value + Z_95 * math.sqrt(self.variance)
 
 
-class Sampling(NamedTuple):
+class SamplingSettings(NamedTuple):
     """How answers were sampled, as their file says. `top_p` 1 and `top_k` 0: nothing is cut off."""
 
     temperature: float
@@ -304,8 +304,8 @@ class Resampled:
     """That answers are sampled otherwise since a fall began. `held`: that part of `Change.held`."""
 
     __pydantic_config__: ClassVar = _CHECKED
-    before: Sampling
-    now: Sampling
+    before: SamplingSettings
+    now: SamplingSettings
     held: Estimate
 
 

@@ -27,7 +27,7 @@ from statistics import median_low
 from typing import Final, Protocol
 
 from service.monitor.counts import live_sums
-from service.monitor.records import Z_95, AcceptanceRecord, Change, DrafterSums, Estimate, Resampled, Sampling
+from service.monitor.records import Z_95, AcceptanceRecord, Change, DrafterSums, Estimate, Resampled, SamplingSettings
 
 #: Number of ticks that are remembered, and of the newest that are compared while there is no alarm.
 _REMEMBERED_TICKS: Final = 128
@@ -65,7 +65,7 @@ class Row:
     shift_variance: float
     entropy: float | None = None
     entropy_expected: float | None = None
-    sampling: Sampling | None = None
+    sampling: SamplingSettings | None = None
 
 
 @dataclass(slots=True)
@@ -79,8 +79,8 @@ class RecentTicks:
     since: dict[str, tuple[int, float, float]] = field(default_factory=dict)
     shift: float = 0.0
     shift_variance: float = 0.0
-    sampling: Sampling | None = None
-    usual: dict[str, list[Sampling]] = field(default_factory=dict)
+    sampling: SamplingSettings | None = None
+    usual: dict[str, list[SamplingSettings]] = field(default_factory=dict)
 
     def add(self, row: Row) -> None:
         """Remember a tick."""
@@ -146,7 +146,7 @@ class RecentTicks:
 
 
 def _resampled(
-    rows: Sequence[Row], usual: Sequence[Sampling], held: Estimate, moved: float, sd: float
+    rows: Sequence[Row], usual: Sequence[SamplingSettings], held: Estimate, moved: float, sd: float
 ) -> Resampled | None:
     """Which part of `held` came with another sampling than the usual one.
 
@@ -171,12 +171,12 @@ def _resampled(
     return Resampled(before, _middle(others), Estimate(held.value - fell, variance))
 
 
-def _middle(samplings: Sequence[Sampling]) -> Sampling:
+def _middle(samplings: Sequence[SamplingSettings]) -> SamplingSettings:
     temperatures, top_ps, top_ks = zip(*samplings, strict=True)
-    return Sampling(median_low(temperatures), median_low(top_ps), median_low(top_ks))
+    return SamplingSettings(median_low(temperatures), median_low(top_ps), median_low(top_ks))
 
 
-def _is_another(one: Sampling, other: Sampling) -> bool:
+def _is_another(one: SamplingSettings, other: SamplingSettings) -> bool:
     colder, warmer = sorted((one.temperature, other.temperature))
     another = warmer > colder * math.exp(_OTHER_TEMPERATURE) or abs(one.top_p - other.top_p) > _OTHER_TOP_P
     return another or one.top_k != other.top_k

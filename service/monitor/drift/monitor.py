@@ -36,7 +36,7 @@ from typing import Final
 from service.monitor.drift.cause import Row
 from service.monitor.drift.limits import DriftConfig, DriftError
 from service.monitor.drift.state import MIN_DIFFERENCES, DriftState, Rise, Spread, Undo
-from service.monitor.records import Change, Estimate, Sampling
+from service.monitor.records import Change, Estimate, SamplingSettings
 
 #: A rebase may be corrected for so many ticks.
 _CORRECTED_TICKS: Final = 32
@@ -111,7 +111,7 @@ class DriftMonitor:
         *,
         entropies: Sequence[float] | None = None,
         arrived: float | None = None,
-        sampling: Sampling | None = None,
+        sampling: SamplingSettings | None = None,
     ) -> list[DriftReading]:
         """Add one batch: per rollout the served drafter's replay tokens and rounds. One reading per closed tick.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from service.monitor.drift.monitor import DriftMonitor, DriftReading
-from service.monitor.records import Sampling
+from service.monitor.records import SamplingSettings
 
 #: So many batches in a row that were scored with the previous version alone may have been scored before the change.
 #: After more, or if a batch has neither version, the watched one is taken for deleted.
@@ -58,7 +58,7 @@ class Succession:
         strata: Sequence[str] | None = None,
         entropies: Sequence[float] | None = None,
         arrived: float | None = None,
-        sampling: Sampling | None = None,
+        sampling: SamplingSettings | None = None,
     ) -> list[DriftReading]:
         """Feed the monitor one batch. `replays`: per version, the rollouts' tokens and rounds.
 

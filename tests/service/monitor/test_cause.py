@@ -19,7 +19,7 @@ from service.monitor.records import (
     Change,
     DrafterSums,
     Estimate,
-    Sampling,
+    SamplingSettings,
     ScoreRecord,
     WorkerGauges,
     read,
@@ -399,10 +399,10 @@ def test_rounds_that_emitted_nothing_and_records_without_rounds_are_no_live_alph
 
 
 # --- another sampling
-WARM, HOT = Sampling(1.0), Sampling(1.3)
+WARM, HOT = SamplingSettings(1.0), SamplingSettings(1.3)
 
 
-def sampled(*ticks: tuple[float, Sampling | None], lane: str = "fast") -> Change:
+def sampled(*ticks: tuple[float, SamplingSettings | None], lane: str = "fast") -> Change:
     """The change where α was 3 at first, by (α, sampling) of the ticks since."""
     evidence = RecentTicks()
     for tick in range(40):
@@ -432,14 +432,14 @@ def test_another_temperature_is_named_as_the_files_tell_it() -> None:
 @pytest.mark.parametrize(
     ("now", "name"),
     [
-        (Sampling(0.7), "sampling temperature from 1 to 0.7"),
-        (Sampling(1.0, 0.95), "sampling top-p from 1 to 0.95"),
-        (Sampling(1.0, 1.0, 50), "sampling top-k from 0 to 50"),
-        (Sampling(0.6, 0.9, 20), "sampling temperature from 1 to 0.6, top-p from 1 to 0.9, top-k from 0 to 20"),
-        (Sampling(1.01), "policy flattened"),
+        (SamplingSettings(0.7), "sampling temperature from 1 to 0.7"),
+        (SamplingSettings(1.0, 0.95), "sampling top-p from 1 to 0.95"),
+        (SamplingSettings(1.0, 1.0, 50), "sampling top-k from 0 to 50"),
+        (SamplingSettings(0.6, 0.9, 20), "sampling temperature from 1 to 0.6, top-p from 1 to 0.9, top-k from 0 to 20"),
+        (SamplingSettings(1.01), "policy flattened"),
     ],
 )
-def test_whatever_of_the_sampling_was_changed_is_named(now: Sampling, name: str) -> None:
+def test_whatever_of_the_sampling_was_changed_is_named(now: SamplingSettings, name: str) -> None:
     assert cause_of(sampled(*[(2.7, now)] * 9)).cause == name
 
 
@@ -473,7 +473,9 @@ def test_what_engines_did_not_lose_is_not_the_samplings() -> None:
         assert total + terms["engine"].value == pytest.approx(change.held.value + engine.value)
 
 
-def until_alarm(monitor: DriftMonitor, rng: np.random.Generator, ticks: int, alpha: float, now: Sampling) -> str | None:
+def until_alarm(
+    monitor: DriftMonitor, rng: np.random.Generator, ticks: int, alpha: float, now: SamplingSettings
+) -> str | None:
     """The cause that is named at the first alarm."""
     for _ in range(ticks):
         reading = monitor.observe([alpha * math.exp(rng.normal(0.0, 0.02))] * 64, [1.0] * 64, sampling=now)[0]
@@ -515,7 +517,7 @@ def test_a_correction_of_a_version_keeps_how_its_ticks_were_sampled() -> None:
 
 
 def test_a_change_of_the_sampling_is_read_as_it_was_written() -> None:
-    change = sampled(*[(2.7, Sampling(0.7, 0.9, 50))] * 9)
+    change = sampled(*[(2.7, SamplingSettings(0.7, 0.9, 50))] * 9)
     written = WorkerGauges(drift_change=change).model_dump_json()
     found = read(WorkerGauges, written)
     assert found is not None
