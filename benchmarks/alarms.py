@@ -33,7 +33,7 @@ from service.monitor.drift.limits import DriftConfig
 from service.monitor.drift.monitor import DriftMonitor
 from service.monitor.drift.state import ArrivalRate, DriftState
 from service.monitor.drift.succession import Succession
-from service.monitor.records import Estimate
+from service.monitor.records import Estimate, SamplingSettings
 
 try:
     from river import drift as river  # type: ignore[import-not-found, unused-ignore]
@@ -300,6 +300,8 @@ class Trouble:
     engine: float = 1.0
     entropy: float = 1.0
     points: float = 0.0  # of hard prompts
+    temperature: float = 1.0
+    warmer_before: bool = False  # the temperature was that 200 ticks before, when nothing else was changed
 
 
 TROUBLES: dict[str, tuple[Trouble, set[str | None]]] = {
@@ -319,6 +321,14 @@ TROUBLES: dict[str, tuple[Trouble, set[str | None]]] = {
     "policy 10 %, harder prompts": (Trouble(policy=0.9, points=0.2), {"policy moved"}),
     "policy 15 %, better drafter 5 %": (Trouble(policy=0.85, version=1.05), {"policy moved"}),
     "features 20 %, policy 5 %": (Trouble(features=0.8, policy=0.95), {"features or selection"}),
+    "temperature 1.3": (
+        Trouble(policy=0.9, entropy=1.5, temperature=1.3),
+        {"sampling temperature from 1 to 1.3"},
+    ),
+    "temperature 1.3, later a flatter policy": (
+        Trouble(policy=0.9, entropy=1.5, temperature=1.3, warmer_before=True),
+        {"policy flattened"},
+    ),
 }
 
 
@@ -350,6 +360,7 @@ def named(bank: Bank, trouble: Trouble, seed: int, *, live: bool = True, tagged:
             strata=[f"kind {code}" for code in strata[tick].tolist()] if tagged else None,
             entropies=(rng.normal(1.5, 0.3, len(row)).clip(0.3) * (trouble.entropy if changed else 1.0)).tolist(),
             arrived=60.0 * tick,
+            sampling=SamplingSettings(trouble.temperature if tick >= start - 200 * trouble.warmer_before else 1.0),
         )
         if changed and left is None and any(reading.alarm for reading in readings):
             left = 3

@@ -7,8 +7,9 @@ The classes are the product's own: reports go through `counted`, replay through 
 rollouts, and every round's accepted drafts by position. A policy version is one step; its replay is known when the step
 is over, as in a service. In `WORLDS` engines answer other prompts than are replayed, in `SHARED` these very ones, and
 count their rounds by prompt; in `UNCOUNTED` they do not. In `UNEVEN` they do not either, and prompts are shared out
-unevenly; the rule was not made on these worlds. In `SELECTED` the trainer sends a part of the prompts, chosen by what
-became of them. `restarted` has engines that begin again, and pass what they had reported before between two reports.
+unevenly; the rule was not made on these worlds. In `SELECTED` and `DYNAMIC` the trainer sends a part of the prompts,
+chosen by what became of them. `restarted` has engines that begin again, and pass what they had reported before between
+two reports.
 """
 
 from __future__ import annotations
@@ -68,6 +69,9 @@ class World:
     very_hard: float = 0.0  # share of the prompts that are three lower in log odds
     silent: tuple[int, ...] = ()  # engines that report nothing
     dropped: float = 0.0  # share of the prompts that the trainer does not send: mostly the hardest
+    #: Correlation of a prompt's α and success, where a trainer sends no prompt whose answers all succeed, or all fail.
+    dynamic: float | None = None
+    success: tuple[float, float] = (0.0, 0.0)  # its mean log odds at the first step, and after 40
     taken: float = 1.0  # share of the tokens that a trainer sends in a step of usual size which its hook may take
     sorted: bool = False  # hard prompts have long answers, and the trainer shows its hook the shortest ones first
     says: bool = True  # with each batch, what the hook took it from
@@ -128,6 +132,19 @@ UNEVEN = (
 
 #: Of the hardest prompts all answers fail, and are not sent: a correlation of 0.7 between that and α.
 _DROPPED: dict[str, Any] = {"dropped": 0.6, "routing": "whole", "rounds_per_step": 1024, **UNLIKE}
+#: As DAPO's dynamic sampling, while the policy learns: at first hard prompts are dropped, then easy ones.
+_DYNAMIC: dict[str, Any] = {"routing": "whole", "rounds_per_step": 1024, "success": (-2.5, 2.5), **UNLIKE}
+DYNAMIC = (
+    World("dynamic sampling, a correlation of 0.7", dynamic=0.7, **_DYNAMIC),
+    World("dynamic sampling, 0.7, not counted by prompt", dynamic=0.7, counted=False, **_DYNAMIC),
+    World("dynamic sampling, 0.4, not counted by prompt", dynamic=0.4, counted=False, **_DYNAMIC),
+    World(
+        "dynamic sampling, 0.7, answers of 600 tokens",
+        dynamic=0.7,
+        counted=False,
+        **_DYNAMIC | {"answer_tokens": 600, "rounds_per_step": 8192},
+    ),
+)
 SELECTED = (
     World("60 % of the prompts are not sent", **_DROPPED),
     World("60 % of the prompts are not sent, not counted by prompt", counted=False, **_DROPPED),
@@ -384,6 +401,8 @@ class Simulation:
         if world.dropped:
             seen = self._odds.mean(axis=1) + self._random.normal(0.0, world.prompt_spread, len(sent))
             sent = np.sort(seen.argsort()[int(world.dropped * len(sent)) :])
+        if world.dynamic is not None:
+            sent = self._mixed(step, world.dynamic)
         sampled = world.taken < 1.0
         prompt, answer = self._taken(step, sent) if sampled else np.indices((len(sent), world.siblings)).reshape(2, -1)
         at = sent[prompt], answer
@@ -396,6 +415,18 @@ class Simulation:
             return replace(scored, tokens=int(self._tokens[sent].sum()))
         said = self._offered if world.says else None
         return replace(scored, tokens=int(tokens.sum()), rollouts=len(tokens), offered=said)
+
+    def _mixed(self, step: int, correlation: float) -> npt.NDArray[np.int64]:
+        """Prompts of which some answers succeed and some fail: what dynamic sampling keeps. Two at least."""
+        world = self._world
+        like_alpha = self._odds.mean(axis=1) / world.prompt_spread
+        other = self._random.normal(size=len(like_alpha))
+        first, last = world.success
+        ability = first + (last - first) * min(1.0, step / 40)
+        success = ability + 2.5 * (correlation * like_alpha + np.sqrt(1.0 - correlation**2) * other)
+        right = (self._random.random(self._odds.shape) < odds(np.array(0.5), success)[:, None]).sum(axis=1)
+        kept = np.flatnonzero((right > 0) & (right < self._odds.shape[1]))
+        return kept if len(kept) > 1 else np.arange(2)
 
     def _taken(self, step: int, sent: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """What a hook takes that is shown one prompt after the other, [2, R]: places in `sent`, and answers."""
@@ -526,7 +557,7 @@ def main() -> None:
         return
     print("sound engines (simulated): ever called sick, or `lower`, which blames nobody\n")
     print("| world | engines | reports | called sick | lower | runs held |\n|---|---|---|---|---|---|")
-    for number, world in enumerate((*WORLDS, *SHARED, *UNCOUNTED, *UNEVEN, *SELECTED)):
+    for number, world in enumerate((*WORLDS, *SHARED, *UNCOUNTED, *UNEVEN, *SELECTED, *DYNAMIC)):
         engines = asked.engines if world is WORLDS[0] else max(4, asked.engines // 5)
         called, reports, holds, names = false_names(world, engines, asked.steps, 1000 * number, rule)
         lower = names.pop("lower")

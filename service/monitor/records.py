@@ -291,13 +291,32 @@ class Estimate:
         return self.value + Z_95 * math.sqrt(self.variance)
 
 
+class SamplingSettings(NamedTuple):
+    """How answers were sampled, as their file says. `top_p` 1 and `top_k` 0: nothing is cut off."""
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Resampled:
+    """That answers are sampled otherwise since a fall began. `held`: that part of `Change.held`."""
+
+    __pydantic_config__: ClassVar = _CHECKED
+    before: SamplingSettings
+    now: SamplingSettings
+    held: Estimate
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """How the served drafter's replay α changed since the baseline, over `rollouts`; changes are of logarithms.
 
     `alarm`: whether the drift alarm is on, and the rollouts are those since the fall began.
     `held`: under the same version, on the same strata. `drafter`: by another version. `prompts`: by another mix of the
-    strata; None where there is one. `entropy`: of the policy, on the same strata.
+    strata; None where there is one. `entropy`: of the policy, on the same strata. `resampled`: None where answers are
+    sampled as before.
     """
 
     __pydantic_config__: ClassVar = _CHECKED
@@ -307,6 +326,7 @@ class Change:
     drafter: Estimate
     prompts: Estimate | None = None
     entropy: Estimate | None = None
+    resampled: Resampled | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

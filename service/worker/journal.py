@@ -203,6 +203,7 @@ class DriftWatch:
                 strata=scores.strata or None,
                 entropies=scores.entropies or None,
                 arrived=milliseconds / 1000.0 if known else None,
+                sampling=scores.sampling,
             )
         except (ValueError, TypeError, ArithmeticError):  # no batch caused it, and none may end as dead because of it
             log.exception("%s: the drift monitor starts afresh", self._run)

@@ -30,7 +30,7 @@ from drafter.replay.ngram import ngram_replay
 from drafter.replay.replay import TOKENS_AT_ONCE, Drafting, replay
 from drafter.training.ranks import Ranks
 from rl_hooks.wire import COUNTED_DIGITS, COUNTED_PROMPTS
-from service.monitor.records import TURNS_MARK, DrafterSums, Favour, Replayed, ScoreRecord
+from service.monitor.records import TURNS_MARK, DrafterSums, Favour, Replayed, SamplingSettings, ScoreRecord
 
 log = logging.getLogger("draftalign.worker")
 
@@ -56,6 +56,7 @@ class Scores:
     prompts: tuple[str, ...]  # `prompt_hashes` of these
     strata: tuple[str, ...] = ()  # `_kinds`; empty: not known
     entropies: tuple[float, ...] = ()  # of each rollout: mean negated log-probability of its response tokens, in nats
+    sampling: SamplingSettings | None = None  # None: greedy answers, which are kinds of their own
 
 
 def replay_each(
@@ -272,7 +273,9 @@ def score(drafters: Mapping[str, tuple[str, DraftModel]], found: SharedScore) ->
         logprob_gap=found.gap,
         favour=found.favour,
     )
-    return Scores(replays, record, by_version, tuple(found.order.looked), prompts, _kinds(part), _entropies(part))
+    sampling = SamplingSettings(part.temperature, part.top_p, part.top_k) if part.temperature else None
+    known = prompts, _kinds(part), _entropies(part), sampling
+    return Scores(replays, record, by_version, tuple(found.order.looked), *known)
 
 
 def _favour(ranks: Ranks, drafter: DraftModel, batch: RolloutBatch, policy: Policy) -> Favour | None:

@@ -3,10 +3,11 @@
 Pure: no torch, no Redis, no clock. The drift monitor adds a `Row` per tick. `RecentTicks.change` takes the change apart
 since the fall began. A CUSUM dates that to the last tick at which its statistic was 0.
 
-    log(α now / α of the baseline) = prompts + policy + drafter        in replay, and + engine in engines
+    log(α now / α of the baseline) = prompts + policy + sampling + drafter        in replay, and + engine in engines
     prompts   other shares of the strata, each stratum at its level of the baseline
     drafter   another version is served. Old and new are replayed on the same rollouts when they change (`Succession`)
     policy    the rest: the same version on the same strata. A version never changes, so the rollouts did
+    sampling  the part of the rest that came with another temperature, top-p or top-k, which the rollouts' files tell
     features  the part of the rest that engines do not see. A trainer that sends other aux states than the engine has,
               or begins to send a selection of the answers, moves every drafter's replay α, and no live α
     engine    the change of live over replay α
@@ -22,10 +23,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Final, Protocol
 
 from service.monitor.counts import live_sums
-from service.monitor.records import Z_95, AcceptanceRecord, Change, DrafterSums, Estimate
+from service.monitor.records import Z_95, AcceptanceRecord, Change, DrafterSums, Estimate, Resampled, SamplingSettings
 
 #: Number of ticks that are remembered, and of the newest that are compared while there is no alarm.
 _REMEMBERED_TICKS: Final = 128
@@ -33,9 +35,16 @@ _QUIET_WINDOW_TICKS: Final = 16
 #: A smaller fall (log) gets no cause.
 _LEAST_FALL: Final = 0.01
 #: Standard errors that a version must have lost to be named without an alarm: each publish is one more chance to err.
+#: And that ticks under the usual sampling must have lost, to be the policy's fall beside another sampling.
 _SURE: Final = 3.0
 #: From this change of log entropy on a policy is called sharper or flatter.
 _SHARPER: Final = 0.25
+#: Sampling is another one from this change of log temperature on, or of top-p. Less moves α by less than is named.
+_OTHER_TEMPERATURE, _OTHER_TOP_P = 0.02, 0.005
+#: How answers were sampled at so many of the last ticks at which a lane's statistic was 0 is how they are usually.
+_USUAL_TICKS: Final = 32
+#: Ticks under the usual sampling since a fall began that tell how much of it came without another sampling.
+_TELLING_TICKS: Final = 5
 #: Live rounds that a live α needs, before the change and after it.
 _LIVE_ROUNDS: Final = 1000
 
@@ -56,16 +65,22 @@ class Row:
     shift_variance: float
     entropy: float | None = None
     entropy_expected: float | None = None
+    sampling: SamplingSettings | None = None
 
 
 @dataclass(slots=True)
 class RecentTicks:
-    """The last ticks, and since when each lane's statistic has been above 0: tick, shift, shift variance."""
+    """The last ticks, and since when each lane's statistic has been above 0: tick, shift, shift variance.
+
+    `sampling`: of the newest batch; None: not known. `usual`: of the last ticks at which a lane's statistic was 0.
+    """
 
     rows: list[Row] = field(default_factory=list)
     since: dict[str, tuple[int, float, float]] = field(default_factory=dict)
     shift: float = 0.0
     shift_variance: float = 0.0
+    sampling: SamplingSettings | None = None
+    usual: dict[str, list[SamplingSettings]] = field(default_factory=dict)
 
     def add(self, row: Row) -> None:
         """Remember a tick."""
@@ -74,6 +89,11 @@ class RecentTicks:
     def calm(self, lane: str, tick: int) -> None:
         """Note that a lane's statistic is 0 after a tick."""
         self.since[lane] = tick, self.shift, self.shift_variance
+
+    def at_level(self, lane: str) -> None:
+        """Note that α is at its level with answers that are sampled as now: a lane's statistic is 0 of itself."""
+        if self.sampling is not None:
+            self.usual[lane] = [*self.usual.get(lane, []), self.sampling][-_USUAL_TICKS:]
 
     def change(
         self,
@@ -113,14 +133,53 @@ class RecentTicks:
         mixes = [math.log(r.expected / r.level) for r in rows]
         pairs = [(r.entropy or 0.0, r.entropy_expected or 0.0) for r in rows]
         entropies = [math.log(now / usual) for now, usual in pairs if now > 0 and usual > 0]
+        held = Estimate(math.log(without / expected), noise + drafter_variance)
         return Change(
             alarm=bool(alarms),
             rollouts=n * rollouts_per_tick,
             prompts=Estimate(_mean(mixes), _variance_of_mean(mixes)) if several_strata else None,
-            held=Estimate(math.log(without / expected), noise + drafter_variance),
+            held=held,
             drafter=Estimate(math.log(alpha / without), drafter_variance),
             entropy=Estimate(_mean(entropies), _variance_of_mean(entropies)) if len(entropies) > 1 else None,
+            resampled=_resampled(rows, [s for lane in alarms for s in self.usual.get(lane, [])], held, moved.value, sd),
         )
+
+
+def _resampled(
+    rows: Sequence[Row], usual: Sequence[SamplingSettings], held: Estimate, moved: float, sd: float
+) -> Resampled | None:
+    """Which part of `held` came with another sampling than the usual one.
+
+    All, unless ticks since the fall began that were sampled as usual show a fall that is no chance. A CUSUM begins some
+    ticks before the change, while they happen to be low, so three standard errors are asked for.
+    """
+    if not usual:
+        return None
+    before = _middle(usual)
+    others = [row.sampling for row in rows if row.sampling is not None and _is_another(row.sampling, before)]
+    if not others:
+        return None
+    as_before = [row for row in rows if row.sampling is None or not _is_another(row.sampling, before)]
+    if len(as_before) < _TELLING_TICKS:
+        return Resampled(before, _middle(others), held)
+    alpha, expected = _mean([r.alpha for r in as_before]), _mean([r.expected for r in as_before])
+    fell = math.log(max(alpha - moved, alpha / 10) / expected)
+    # The few ticks are among the many: what both show has the variance of the many.
+    variance = (sd / expected) ** 2 * (1 / len(as_before) - 1 / len(rows))
+    if fell > -_SURE * math.sqrt(held.variance + variance):
+        return Resampled(before, _middle(others), held)
+    return Resampled(before, _middle(others), Estimate(held.value - fell, variance))
+
+
+def _middle(samplings: Sequence[SamplingSettings]) -> SamplingSettings:
+    temperatures, top_ps, top_ks = zip(*samplings, strict=True)
+    return SamplingSettings(median_low(temperatures), median_low(top_ps), median_low(top_ks))
+
+
+def _is_another(one: SamplingSettings, other: SamplingSettings) -> bool:
+    colder, warmer = sorted((one.temperature, other.temperature))
+    another = warmer > colder * math.exp(_OTHER_TEMPERATURE) or abs(one.top_p - other.top_p) > _OTHER_TOP_P
+    return another or one.top_k != other.top_k
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,21 +216,23 @@ def cause_of(change: Change, engine: Estimate | None = None) -> Cause:
 
     Where a cause cannot be told from others, all of them are named: "features, policy or prompts".
     """
-    held = change.held
+    held, part = change.held, None if change.resampled is None else change.resampled.held
+    # What replay lost and engines did not is neither the policy's doing nor the sampling's.
+    told = engine is not None and held.value < 0 and engine.low > 0
+    unseen = -min(engine.value, -held.value) if engine is not None and told else 0.0
+    error = engine.variance if engine is not None and told else 0.0
+    sampled = 0.0 if part is None else part.value - max(unseen, min(part.value, 0.0))
     terms = {} if change.prompts is None else {"prompts": change.prompts}
-    if engine is None:
-        terms["policy"] = held
-    else:
-        # What replay lost and engines did not is not the policy's doing.
-        unseen = 0.0
-        if held.value < 0 and engine.low > 0:
-            unseen = -min(engine.value, -held.value)
-        both = held.variance + engine.variance
+    if engine is not None:
         terms["features"] = Estimate(unseen, engine.variance)
-        terms["policy"] = Estimate(held.value - unseen, both if unseen else held.variance)
-        terms["engine"] = Estimate(engine.value + unseen, both if unseen else engine.variance)
+    own = held.variance + (0.0 if part is None else part.variance)
+    terms["policy"] = Estimate(held.value - unseen - sampled, own + error)
+    if part is not None:
+        terms["sampling"] = Estimate(sampled, part.variance + error)
+    if engine is not None:
+        terms["engine"] = Estimate(engine.value + unseen, engine.variance + (held.variance if told else 0.0))
     terms["drafter"] = change.drafter
-    asked = ("policy", "features", "drafter") if change.alarm else ("prompts", "engine", "drafter")
+    asked = ("policy", "sampling", "features", "drafter") if change.alarm else ("prompts", "engine", "drafter")
     falls = {n: e for n, e in terms.items() if n in asked and e.high < 0 and e.value < -_LEAST_FALL}
     if not change.alarm and change.drafter.value > -_SURE * math.sqrt(change.drafter.variance):
         falls.pop("drafter", None)
@@ -181,25 +242,34 @@ def cause_of(change: Change, engine: Estimate | None = None) -> Cause:
             None, "no part of the change is a fall beyond chance", None, change.rollouts, terms, change.entropy
         )
     together = {"policy": _policy_name(change, engine), "features": "features or selection"}
-    name = together.get(worst, worst)
+    name = _sampling_name(change.resampled) if worst == "sampling" else together.get(worst, worst)
     fell = falls[worst]
     said = [f"{name} {_percent(fell.value)} ({_percent(fell.high)} to {_percent(fell.low)})"]
     said += [
         f"{other} {_percent(e.value)}" for other, e in terms.items() if other != worst and abs(e.value) > _LEAST_FALL
     ]
-    if change.entropy is not None and worst == "policy":
+    if change.entropy is not None and worst in ("policy", "sampling"):
         said.append(f"entropy {_percent(change.entropy.value)}")
     return Cause(name, "; ".join(said), fell.value, change.rollouts, terms, change.entropy)
 
 
 def _policy_name(change: Change, engine: Estimate | None) -> str:
     """The name of a fall under the same drafter: all causes that cannot be told apart."""
-    entropy, how = change.entropy, "moved"
+    entropy, how = None if change.resampled else change.entropy, "moved"
     if entropy is not None and abs(entropy.value) > max(_SHARPER, Z_95 * math.sqrt(entropy.variance)):
         how = "sharpened" if entropy.value < 0 else "flattened"
     if how == "moved" and engine is None:  # features leave the log-probabilities alone
         return "features or policy" if change.prompts is not None else "features, policy or prompts"
     return f"policy {how}" if change.prompts is not None else f"policy {how}, or prompts"
+
+
+def _sampling_name(change: Resampled | None) -> str:
+    """What of the sampling was changed, from what to what."""
+    if change is None:
+        return "sampling"
+    titled = zip(("temperature", "top-p", "top-k"), change.before, change.now, strict=True)
+    changed = [f"{title} from {old:.3g} to {new:.3g}" for title, old, new in titled if f"{old:.3g}" != f"{new:.3g}"]
+    return f"sampling {', '.join(changed)}"
 
 
 def engine_change(scores: Sequence[HasSums], acceptances: Iterable[AcceptanceRecord]) -> Estimate | None:

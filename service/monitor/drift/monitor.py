@@ -36,7 +36,7 @@ from typing import Final
 from service.monitor.drift.cause import Row
 from service.monitor.drift.limits import DriftConfig, DriftError
 from service.monitor.drift.state import MIN_DIFFERENCES, DriftState, Rise, Spread, Undo
-from service.monitor.records import Change, Estimate
+from service.monitor.records import Change, Estimate, SamplingSettings
 
 #: A rebase may be corrected for so many ticks.
 _CORRECTED_TICKS: Final = 32
@@ -111,12 +111,14 @@ class DriftMonitor:
         *,
         entropies: Sequence[float] | None = None,
         arrived: float | None = None,
+        sampling: SamplingSettings | None = None,
     ) -> list[DriftReading]:
         """Add one batch: per rollout the served drafter's replay tokens and rounds. One reading per closed tick.
 
         `strata`: the kind of each rollout's prompt. `entropies`: of each rollout, in nats. `arrived`: when the batch
-        came, in Unix seconds. Rollouts without a round are skipped. The rollouts of one prompt should be neighbours.
-        Beyond that the order matters only if α changes with it over thousands of rollouts (docs/reference/drift.md).
+        came, in Unix seconds. `sampling`: how its answers were sampled; None: as those before. Rollouts without a round
+        are skipped. The rollouts of one prompt should be neighbours. Beyond that the order matters only if α changes
+        with it over thousands of rollouts (docs/reference/drift.md).
         """
         lists = (tokens, rounds, tokens if strata is None else strata, tokens if entropies is None else entropies)
         if len({len(one) for one in lists}) > 1:
@@ -131,6 +133,8 @@ class DriftMonitor:
         if arrived is not None:
             self.state.traffic.add(len(tokens), arrived)
             self._set_limits()
+        if sampling is not None:
+            self.state.evidence.sampling = sampling
         readings = []
         for index, (token, rnd) in enumerate(zip(tokens, rounds, strict=True)):
             if rnd <= 0:
@@ -234,8 +238,11 @@ class DriftMonitor:
         self.state = DriftState.from_json(undo.before)
         self.state.traffic = now.traffic
         self.rebase(paired_difference, variance, decided=undo.decided)
+        sampled = {row.tick: row.sampling for row in now.evidence.rows}
         for parts in undo.ticks:
+            self.state.evidence.sampling = sampled.get(self.state.ticks + 1)
             self._close(parts)
+        self.state.evidence.sampling = now.evidence.sampling
         self.state.pending = now.pending
         return True
 
@@ -379,10 +386,12 @@ class DriftMonitor:
         entropies: tuple[float | None, float | None] = (None, None)
         if len(known) == len(pairs):
             entropies = math.fsum(p * h for p, h, _ in known), math.fsum(p * usual for p, _, usual in known)
-        evidence.add(Row(state.ticks, alpha, expected, level, evidence.shift, evidence.shift_variance, *entropies))
+        shift = evidence.shift, evidence.shift_variance
+        evidence.add(Row(state.ticks, alpha, expected, level, *shift, *entropies, evidence.sampling))
         for name, statistic in state.statistics.items():
             if statistic == 0:
                 evidence.calm(name, state.ticks)
+                evidence.at_level(name)
 
     def _learn(self, parts: Mapping[str, tuple[float, float, float | None]], value: float, uncertainty: float) -> None:
         """Move levels, recent level and spreads by one tick."""

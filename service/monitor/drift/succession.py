@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from service.monitor.drift.monitor import DriftMonitor, DriftReading
+from service.monitor.records import SamplingSettings
 
 #: So many batches in a row that were scored with the previous version alone may have been scored before the change.
 #: After more, or if a batch has neither version, the watched one is taken for deleted.
@@ -57,11 +58,12 @@ class Succession:
         strata: Sequence[str] | None = None,
         entropies: Sequence[float] | None = None,
         arrived: float | None = None,
+        sampling: SamplingSettings | None = None,
     ) -> list[DriftReading]:
         """Feed the monitor one batch. `replays`: per version, the rollouts' tokens and rounds.
 
-        Returns one reading per closed tick. `strata`, `entropies`, `arrived`: as of `DriftMonitor.observe`. `served`
-        drafted the batch's rollouts. `latest` is offered to engines now. `prompts`: the prompt of each rollout.
+        Returns one reading per closed tick. `strata`, `entropies`, `arrived`, `sampling`: as of `DriftMonitor.observe`.
+        `served` drafted the batch's rollouts. `latest` is offered to engines now. `prompts`: of each rollout.
 
         Engines load a new version one after another. Rollouts of an engine that still has an older version count too,
         replayed with the watched version. If the watched version was deleted, and so was not replayed, the monitor's
@@ -87,7 +89,7 @@ class Succession:
             self._follow(monitor, replays, prompts)
         self.passed = 0
         tokens, rounds = replays[self.watched]
-        return monitor.observe(tokens, rounds, strata, entropies=entropies, arrived=arrived)
+        return monitor.observe(tokens, rounds, strata, entropies=entropies, arrived=arrived, sampling=sampling)
 
     def _is_newer(self, version: str) -> bool:
         """Whether a version became the latest after the watched one. False if it was never seen as the latest."""

@@ -13,7 +13,17 @@ import pytest
 from benchmarks.alarms import TROUBLES, Bank, Trouble, config, make_bank, named, tick_values
 from service.monitor.drift.cause import Cause, RecentTicks, Row, cause_of, engine_change
 from service.monitor.drift.monitor import DriftMonitor
-from service.monitor.records import AcceptanceRecord, Change, DrafterSums, Estimate, ScoreRecord
+from service.monitor.drift.state import DriftState
+from service.monitor.records import (
+    AcceptanceRecord,
+    Change,
+    DrafterSums,
+    Estimate,
+    SamplingSettings,
+    ScoreRecord,
+    WorkerGauges,
+    read,
+)
 
 SMALL = 0.0001  # variance: 1 %
 NOTHING = Estimate(0.0, 0.0)
@@ -24,7 +34,17 @@ def bank() -> Bank:
     return make_bank(300, 3)
 
 
-@pytest.mark.parametrize("what", ["policy moved", "aux layers swapped", "damaged drafter, 10 %", "harder prompts"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "policy moved",
+        "aux layers swapped",
+        "damaged drafter, 10 %",
+        "harder prompts",
+        "temperature 1.3",
+        "temperature 1.3, later a flatter policy",
+    ],
+)
 def test_each_cause_is_named_in_a_simulated_world(bank: Bank, what: str) -> None:
     trouble, wanted = TROUBLES[what]
     found = Counter(named(bank, trouble, seed) for seed in range(3))
@@ -376,3 +396,129 @@ def test_rounds_that_emitted_nothing_and_records_without_rounds_are_no_live_alph
     scores = [scored(0, 3.0), scored(1, 3.0), scored(2, 3.0), scored(3, 3.0)]
     live = [counted(0, 3.0), counted(1, 3.0), counted(2, 0.0), replace(counted(3, 0.0, 0), emitted_tokens=None)]
     assert engine_change(scores, live) == engine_change(scores[:2], live[:2])
+
+
+# --- another sampling
+WARM, HOT = SamplingSettings(1.0), SamplingSettings(1.3)
+
+
+def sampled(*ticks: tuple[float, SamplingSettings | None], lane: str = "fast") -> Change:
+    """The change where α was 3 at first, by (α, sampling) of the ticks since."""
+    evidence = RecentTicks()
+    for tick in range(40):
+        evidence.sampling = WARM
+        evidence.add(Row(tick, 3.0, 3.0, 3.0, 0.0, 0.0, sampling=WARM))
+        evidence.calm(lane, tick)
+        evidence.at_level(lane)
+    for tick, (alpha, sampling) in enumerate(ticks, 40):
+        evidence.add(Row(tick, alpha, 3.0, 3.0, 0.0, 0.0, 1.5, 1.0, sampling))
+    change = change_of(evidence, lane, sd=0.03)
+    assert change is not None
+    return change
+
+
+def test_another_temperature_is_named_as_the_files_tell_it() -> None:
+    change = sampled(*[(2.7, HOT)] * 9)
+    assert change.resampled is not None
+    assert (change.resampled.before, change.resampled.now) == (WARM, HOT)
+    for engine in (None, Estimate(0.0, SMALL)):
+        why = cause_of(change, engine)
+        assert why.cause == "sampling temperature from 1 to 1.3"
+        assert why.text == "sampling temperature from 1 to 1.3 −10 % (−9 % to −11 %); entropy +50 %"
+        assert why.terms["sampling"].value == pytest.approx(math.log(0.9))
+        assert why.terms["policy"].value == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(
+    ("now", "name"),
+    [
+        (SamplingSettings(0.7), "sampling temperature from 1 to 0.7"),
+        (SamplingSettings(1.0, 0.95), "sampling top-p from 1 to 0.95"),
+        (SamplingSettings(1.0, 1.0, 50), "sampling top-k from 0 to 50"),
+        (SamplingSettings(0.6, 0.9, 20), "sampling temperature from 1 to 0.6, top-p from 1 to 0.9, top-k from 0 to 20"),
+        (SamplingSettings(1.01), "policy flattened"),
+    ],
+)
+def test_whatever_of_the_sampling_was_changed_is_named(now: SamplingSettings, name: str) -> None:
+    assert cause_of(sampled(*[(2.7, now)] * 9)).cause == name
+
+
+def test_a_fall_that_the_usual_sampling_shows_too_is_none_of_the_other_sampling() -> None:
+    """Some validations at another temperature come into a fall that is the policy's; and the other way round."""
+    policy = sampled(*[(2.7, WARM), (2.7, WARM), (2.7, HOT)] * 6)
+    assert policy.resampled is not None
+    assert policy.resampled.held.value == pytest.approx(0.0)
+    assert policy.resampled.held.variance == pytest.approx((0.03 / 3) ** 2 * (1 / 12 - 1 / 18))
+    why = cause_of(policy)
+    assert why.cause == "features or policy"
+    assert why.terms["policy"].variance == pytest.approx(policy.held.variance + policy.resampled.held.variance)
+    validations = sampled(*[(3.0, WARM)] * 5, *[(2.7, HOT)] * 12)
+    assert cause_of(validations).cause == "sampling temperature from 1 to 1.3"
+    few = sampled(*[(2.7, WARM)] * 4, *[(2.7, HOT)] * 12)
+    assert cause_of(few).cause == "sampling temperature from 1 to 1.3", "four ticks do not tell"
+    dip = sampled(*[(2.97, WARM)] * 6, *[(2.9, HOT)] * 6)
+    assert dip.resampled is not None
+    assert dip.resampled.held == dip.held, "six ticks that are a standard deviation low, before the change, are chance"
+
+
+def test_what_engines_did_not_lose_is_not_the_samplings() -> None:
+    change = sampled(*[(2.7, HOT)] * 9)
+    why = cause_of(change, Estimate(-math.log(0.9), SMALL))
+    assert why.cause == "features or selection"
+    assert (why.terms["sampling"].value, why.terms["policy"].value) == pytest.approx((0.0, 0.0))
+    for engine in (Estimate(0.04, SMALL), Estimate(-0.04, SMALL)):
+        terms = cause_of(change, engine).terms
+        total = sum(e.value for name, e in terms.items() if name not in ("features", "engine"))
+        assert total + terms["features"].value == pytest.approx(change.held.value)
+        assert total + terms["engine"].value == pytest.approx(change.held.value + engine.value)
+
+
+def until_alarm(
+    monitor: DriftMonitor, rng: np.random.Generator, ticks: int, alpha: float, now: SamplingSettings
+) -> str | None:
+    """The cause that is named at the first alarm."""
+    for _ in range(ticks):
+        reading = monitor.observe([alpha * math.exp(rng.normal(0.0, 0.02))] * 64, [1.0] * 64, sampling=now)[0]
+        if reading.alarm:
+            change = monitor.change()
+            assert change is not None
+            return cause_of(change).cause
+    return None
+
+
+def test_a_fall_by_another_sampling_keeps_its_name_after_it_was_acknowledged() -> None:
+    monitor, rng = DriftMonitor(), np.random.default_rng(5)
+    assert until_alarm(monitor, rng, 300, 3.0, WARM) is None
+    for _ in range(3):
+        assert until_alarm(monitor, rng, 60, 2.8, HOT) == "sampling temperature from 1 to 1.3"
+        for _ in range(60):
+            monitor.observe([2.8] * 64, [1.0] * 64, sampling=HOT)
+        monitor.acknowledge()
+        monitor = DriftMonitor(state=DriftState.from_json(monitor.state.to_json()))
+
+
+def test_another_sampling_that_cost_nothing_is_usual_when_a_fall_comes() -> None:
+    monitor, rng = DriftMonitor(), np.random.default_rng(5)
+    assert until_alarm(monitor, rng, 300, 3.0, WARM) is None
+    assert until_alarm(monitor, rng, 300, 3.0, HOT) is None
+    assert until_alarm(monitor, rng, 60, 2.8, HOT) == "features, policy or prompts"
+
+
+def test_a_correction_of_a_version_keeps_how_its_ticks_were_sampled() -> None:
+    monitor = DriftMonitor()
+    for _ in range(40):
+        monitor.observe([3.0, 3.1] * 32, [1.0] * 64, sampling=WARM)
+    monitor.rebase(0.01, 0.01)
+    for now in (WARM, WARM, HOT, HOT):
+        monitor.observe([3.0, 3.1] * 32, [1.0] * 64, sampling=now)
+    assert monitor.correct(0.01, 0.005)
+    assert [row.sampling for row in monitor.state.evidence.rows[-5:]] == [WARM, WARM, WARM, HOT, HOT]
+    assert monitor.state.evidence.sampling == HOT
+
+
+def test_a_change_of_the_sampling_is_read_as_it_was_written() -> None:
+    change = sampled(*[(2.7, SamplingSettings(0.7, 0.9, 50))] * 9)
+    written = WorkerGauges(drift_change=change).model_dump_json()
+    found = read(WorkerGauges, written)
+    assert found is not None
+    assert found.drift_change == change

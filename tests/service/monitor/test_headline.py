@@ -30,7 +30,9 @@ from service.monitor.records import (
     Estimate,
     HeldVersion,
     LaneGauges,
+    Resampled,
     RunState,
+    SamplingSettings,
     WorkerGauges,
 )
 
@@ -649,6 +651,14 @@ def test_a_drift_alarm_names_its_cause() -> None:
     assert "below its level so far, 3.40, by features or policy \N{MINUS SIGN}26 % (" in said.text
     unknown = headline(facts(drift_alarm=True, drift_alpha=2.5, drift_level=3.4, cause=cause(alarm=True)))
     assert "level so far, 3.40; v000007" in unknown.text
+
+
+def test_a_drift_alarm_says_that_the_sampling_was_changed_from_what_to_what() -> None:
+    held, now = Estimate(-0.3, 1e-4), SamplingSettings(0.7, 0.95)
+    resampled = Resampled(SamplingSettings(1.0), now, held)
+    change = Change(rollouts=640, alarm=True, held=held, drafter=Estimate(0.0, 1e-4), resampled=resampled)
+    said = headline(facts(drift_alarm=True, drift_alpha=2.5, drift_level=3.4, cause=cause_of(change)))
+    assert "3.40, by sampling temperature from 1 to 0.7, top-p from 1 to 0.95 \N{MINUS SIGN}26 % (" in said.text
 
 
 def test_harder_prompts_are_a_note_and_no_drift() -> None:

@@ -353,6 +353,17 @@ def test_a_worker_that_a_person_silenced_raises_no_alarm() -> None:
     assert value(render({"a": replace(silent, state=RunState("draining"))}), name, run="a") == 10.0
 
 
+def test_the_cause_of_an_alarm_says_from_what_to_what_the_sampling_was_changed() -> None:
+    held = {"value": -0.2, "variance": 0.0001}
+    resampled = {"before": [1.0, 1.0, 0], "now": [0.7, 1.0, 0], "held": held}
+    change = {"rollouts": 640, "alarm": True, "held": held, "drafter": {"value": 0, "variance": 0}}
+    text = render({"a": stored(worker={"drift_change": change | {"resampled": resampled}})})
+    cause = "sampling temperature from 1 to 0.7"
+    assert value(text, "draftalign_drift_cause", run="a", cause=cause) == pytest.approx(-0.1813, abs=1e-4)
+    assert value(text, "draftalign_drift_part", run="a", part="sampling") == pytest.approx(-0.1813, abs=1e-4)
+    assert value(text, "draftalign_drift_part", run="a", part="policy") == 0.0
+
+
 def test_what_was_judged_of_rollouts_keeps_no_alert_on_while_none_are_scored() -> None:
     full = full_snapshot()
     sure = {"excess": 90.0, "variance": 50.0, "tokens": 400}

@@ -14,6 +14,7 @@ from torch import Tensor
 from drafter.training.trainer import DrafterTrainer
 from service.errors import WorkerError
 from service.monitor.controller import Economy
+from service.monitor.records import SamplingSettings
 from service.storage.queue.deliveries import RolloutQueue
 from service.worker import learner
 from service.worker.claim import ClaimPlan, ClaimScorer, Scored
@@ -297,6 +298,8 @@ def test_greedy_answers_are_kinds_of_their_own_to_the_drift_monitor(
     bench.drain(worker)
     assert [set(scores.strata) for scores in found] == [kinds]
     assert set(worker.learner.journal.drift.monitor.state.levels.names) == (kinds or {""})
+    assert [scores.sampling for scores in found] == [SamplingSettings(temperature) if temperature else None]
+    assert worker.learner.journal.drift.monitor.state.evidence.sampling == found[0].sampling
 
 
 def test_while_batches_are_passed_over_some_siblings_are_looked_at(
