@@ -173,10 +173,11 @@ def per_look(world: World, rng: np.random.Generator, looks: int) -> float:
 
 
 def table(worlds: Sequence[World], runs: int, looks: int, show: Callable[[str], None] = print) -> None:
-    """Print one line per world and gain."""
+    """Print one line per world and gain. What is drawn for a world does not hang on which others are printed."""
     show("| world | true gain | published | median look | promised | true then | error per look |")
     show("|---|---|---|---|---|---|---|")
-    for number, world in enumerate(worlds):
+    for world in worlds:
+        number = WORLDS.index(world)
         honest = per_look(world, np.random.default_rng([number, 1000]), 10 * runs)
         for place, gain in enumerate(GAINS):
             rng = np.random.default_rng([number, place])

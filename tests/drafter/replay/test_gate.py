@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import integrate, special, stats
 
-from benchmarks.gate_error import WORLDS, World, batch, publishes, run
+from benchmarks.gate_error import WORLDS, World, batch, publishes, run, table
 from drafter.replay import gate
 from drafter.replay.acceptance import Replay, log_ratio
 from drafter.replay.gate import GainPosterior, Look, Trial, compare
@@ -68,6 +68,13 @@ def published(world: str, gain: float, runs: int) -> float:
 def test_an_equal_challenger_is_hardly_ever_published_in_a_run_of_100_looks(world: str) -> None:
     assert published(world, 0.0, 40) <= 0.05
     assert published(world, -0.01, 10) == 0.0
+
+
+def test_one_world_alone_is_printed_as_among_all() -> None:
+    alone, among = list[str](), list[str]()
+    table(WORLDS[1:2], 1, 1, alone.append)
+    table(WORLDS[:2], 1, 1, among.append)
+    assert alone[2:] == [row for row in among[2:] if WORLDS[1].name in row]
 
 
 def test_a_challenger_that_is_much_worse_on_few_prompts_is_seldom_taken_for_a_better_one() -> None:
