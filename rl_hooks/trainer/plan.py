@@ -365,16 +365,16 @@ def _numbers(name: str, values: Sequence[Any] | Tensor) -> list[float]:
     for value in values.tolist() if isinstance(values, Tensor) else values:  # at once: each waits for the device
         try:
             found.append(float(value))
-        except (TypeError, ValueError, RuntimeError):  # the last: a tensor with several
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: a tensor with several
             raise RolloutError(f"{name}: expected a number, got {str(value)[:80]}") from None
     return found
 
 
-def _within(name: str, value: Any, highest: int) -> float:
+def _within(name: str, value: Any, highest: int, lowest: int = 0) -> float:
     """The number, which the service would refuse the whole file for if it were out of range."""
     (found,) = _numbers(name, [value])
-    if not 0 <= found <= highest:
-        raise RolloutError(f"{name} must be from 0 to {highest}, got {found}")
+    if not lowest <= found <= highest:
+        raise RolloutError(f"{name} must be from {lowest} to {highest}, got {found}")
     return found
 
 
@@ -391,6 +391,8 @@ def plan_batch(ids: RolloutIds, choice: RolloutChoice, told: CaptureArguments) -
     places = list(layout.rollouts)
     scale = _within("temperature", told.temperature, wire.HIGHEST_TEMPERATURE)
     top_p = 1.0 if told.top_p is None else _within("top_p", told.top_p, 1)
+    # vLLM and transformers say "no top-k" as -1, 0 or None.
+    top_k = max(0, int(_within("top_k", told.top_k or 0, 10**wire.INTEGER_DIGITS - 1, lowest=-1)))
     values = None if told.rewards is None else _numbers("rewards", told.rewards)
     lists = [len(one) for one in (told.rollout_ids, values, told.strata, prompt_hashes) if one is not None]
     # The padding at the end of a packed row has positions too, and so looks like rollouts that nobody generated.
@@ -441,8 +443,7 @@ def plan_batch(ids: RolloutIds, choice: RolloutChoice, told: CaptureArguments) -
         policy_version=policy_version,
         temperature=scale,
         top_p=top_p,
-        # vLLM and transformers say "no top-k" as -1, 0 or None.
-        top_k=max(0, int(told.top_k or 0)),
+        top_k=top_k,
         prompt_hashes=None if prompt_hashes is None else tuple(prompt_hashes[b] for b in chosen),
         offered=choice.take_offered(),
     )

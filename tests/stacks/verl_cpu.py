@@ -15,6 +15,19 @@ def _nothing(*_: Any) -> int:
     return 0
 
 
+def _group_of_one_backend() -> None:
+    """Let a group have one backend: verl names one for the CPU and one for the GPU, which is the CPU here."""
+    make = torch.distributed.init_process_group
+
+    def init_process_group(backend: str | None = None, **options: Any) -> None:
+        make("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, **options)
+
+    torch.distributed.init_process_group = init_process_group  # type: ignore[assignment]
+
+
+_group_of_one_backend()
+
+
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):  # type: ignore[misc]
     """What verl asks of a device."""
@@ -22,7 +35,7 @@ class PlatformCPU(PlatformBase):  # type: ignore[misc]
     device_name = "cpu"
     vendor_name = "generic"
     device_module = torch.cpu
-    for _name in ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"):
+    for _name in (*(f"{of}memory_{what}" for of in ("", "max_") for what in ("allocated", "reserved")), "empty_cache"):
         if not hasattr(torch.cpu, _name):
             setattr(torch.cpu, _name, _nothing)
 
@@ -73,10 +86,7 @@ class PlatformCPU(PlatformBase):  # type: ignore[misc]
     def profiler_stop(self) -> None: ...
 
     def ray_resource_name(self) -> str:
-        return "CPU"
-
-    def ray_resource_options(self, num_gpus: int) -> dict[str, int]:
-        return {"num_cpus": num_gpus}
+        return "GPU"  # which Ray is told of
 
     def ray_noset_envvars(self) -> list[str]:
         return []
