@@ -200,7 +200,7 @@ def test_a_wrong_address_is_said_to_be_one(service: RunningService, url: str, wo
 def test_a_service_of_another_contract_is_said_to_be_one(
     service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its answers may mean something else, and an earlier one's `GET /runs` was a list, which ended in a traceback."""
+    """Its answers may mean something else: `GET /runs` was a list before there was a number."""
 
     def refused() -> str:
         told = CliRunner().invoke(app, ["runs", "--service", service.url])
