@@ -64,6 +64,10 @@ RUN_FORMAT: Final = "draftalign.run.v1"
 HEAD_FORMAT: Final = "draftalign.head.v1"
 DRAFTER_FORMAT: Final = "draftalign.drafter.v1"
 CONTENT_TYPE: Final = "application/x-safetensors"
+#: Number of the HTTP contract, in `API_HEADER` of every answer of the service. It is raised with each change that
+#: a client of before may not understand (docs/reference/api.md).
+API_VERSION: Final = 1
+API_HEADER: Final = "Draftalign-Api"
 #: Of an integer in a file's metadata, such as a policy version: a float64 holds each such number exactly.
 INTEGER_DIGITS: Final = 15
 #: Of a rollout file. vLLM takes up to 2, SGLang any.
@@ -366,6 +370,14 @@ class LogitMap:
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits
+
+
+def other_api(headers: Mapping[str, str], client: str) -> str:
+    """What to say where the headers of the service's answer (names in lower case) tell of another contract; or ""."""
+    if (theirs := headers.get(API_HEADER.lower())) == str(API_VERSION):
+        return ""
+    said = "none, so it is of before 29 November 2026, or no draftalign" if theirs is None else repr(theirs[:20])
+    return f"expected {API_HEADER}: {API_VERSION} in the answer, got {said}; use {client} of the service's version"
 
 
 def is_finite_number(value: object) -> bool:

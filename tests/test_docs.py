@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import typer
 from fastapi import FastAPI
+from helpers.service.deploy_fixtures import PROMETHEUS, read_yaml
 from pydantic import SecretStr
 
 from rl_hooks.agent.agent import AgentConfig
@@ -378,6 +379,13 @@ def anchor_of(heading: str) -> str:
 def heading_anchors(path: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {anchor_of(heading) for heading in headings}
+
+
+def test_each_alert_names_a_heading_that_says_what_to_do() -> None:
+    alerts = [rule for group in read_yaml(PROMETHEUS / "rules.yml")["groups"] for rule in group["rules"]]
+    for alert in (rule for rule in alerts if "alert" in rule):
+        path, _, anchor = alert["annotations"]["runbook"].partition("#")
+        assert anchor in heading_anchors(ROOT / path), alert["alert"]
 
 
 def links(path: Path) -> list[str]:

@@ -30,6 +30,7 @@ from typing import Any, Final, Literal, get_args
 import httpx
 from prometheus_client import start_http_server
 
+from rl_hooks import wire
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.download import IN_PROCESS, fetch_release, in_thread, prune_cache
 from rl_hooks.agent.follower import EngineFollower
@@ -132,6 +133,7 @@ class _Answers:
     etag: str = ""  # of the one that made the newest offer
     recent: list[str] = field(default_factory=list)  # versions, oldest first
     waits: str = ""  # why there is nothing to load, as the service said last
+    other: str = ""  # what was logged of the service's contract
 
 
 class SwapAgent:
@@ -292,6 +294,9 @@ class SwapAgent:
             elif self.offer is not None or status == 304:
                 raise SignatureError(f"signature: GET /drafter/latest answered {status}, which nobody signed")
         self.metrics.last_contact.labels(SERVICE).set_to_current_time()
+        if (other := wire.other_api(response.headers, "the agent")) != self._answers.other:
+            self._answers.other = other
+            log.warning("%s: %s. It goes on", self._name(SERVICE), other or "speaks the agent's contract again")
         if status == 200 and await self._take(response):
             return
         if status == 404 and self.offer is None:

@@ -94,6 +94,7 @@ def start_logging(program: str, name: str) -> None:
     level = os.environ.get("DRAFTALIGN_LOG_LEVEL", "INFO").upper()
     if level not in logging.getLevelNamesMapping():
         sys.exit(f"{program}: DRAFTALIGN_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR, got {level[:40]!r}")
-    logging.basicConfig(level=level, format=f"%(asctime)s {name} %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
+    form = f"%(asctime)s {name} %(levelname)-7s %(message)s"
+    logging.basicConfig(level=level, format=form, datefmt="%Y-%m-%d %H:%M:%S%z")  # a run's log has many days
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("huggingface_hub").propagate = False  # it prints by itself

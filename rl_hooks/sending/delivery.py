@@ -191,6 +191,8 @@ class ServiceClient:
             if registers:
                 self.not_registered, self.lost = "", False  # an earlier try was refused
                 self.joined = reply.status == 200
+                if other := wire.other_api(reply.headers, "rl_hooks"):
+                    self.tally.note("api", f"{self._name(job)}: {other}. It goes on")
             warning = fields.get("warning")
             if isinstance(warning, str) and warning:
                 self.tally.note(f"warning {fields.get('warning_code')}", f"the drafter service says: {warning}")

@@ -31,13 +31,14 @@ from redis.backoff import ExponentialBackoff
 from redis.exceptions import RedisError
 from starlette.responses import HTMLResponse, PlainTextResponse
 
+from rl_hooks import wire
 from service.access.audit import AuditLog
 from service.api import acceptance as acceptance_api
 from service.api import drafters as drafters_api
 from service.api import problems
 from service.api import runs as runs_api
 from service.api.auth import Caller, Guard, check_binding
-from service.api.context.answers import API_VERSION, Status
+from service.api.context.answers import Status
 from service.api.context.audited import Auditor
 from service.api.context.context import Context, ServiceContext
 from service.api.drafters import tagged
@@ -78,7 +79,7 @@ _HEADERS: Final = [
     ("X-Frame-Options", "DENY"),
     ("X-Content-Type-Options", "nosniff"),
     ("Referrer-Policy", "no-referrer"),
-    ("Draftalign-Api", str(API_VERSION)),
+    (wire.API_HEADER, str(wire.API_VERSION)),
 ]
 
 
@@ -107,7 +108,7 @@ def create_app(settings: Settings) -> FastAPI:
     app = FastAPIOffline(  # `describe` takes its script from here, not from a stranger's host
         static_url="/docs/static",
         title="draftalign",
-        version=str(API_VERSION),
+        version=str(wire.API_VERSION),
         description="Keeps a speculative-decoding drafter in step with a policy that RL keeps changing.",
         lifespan=lifespan,
         docs_url=None,

@@ -6,7 +6,7 @@ pieces of kept JSON. `tests/service/api/test_api_answers.py` checks real answers
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
@@ -31,9 +31,6 @@ from service.monitor.worth import Worth
 from service.storage.drafters.versions import Manifest
 from service.storage.queue.dead import BatchFacts, DeadBatch
 from service.storage.runs import Registered
-
-#: Raised with each change that an older client may not understand (docs/reference/api.md).
-API_VERSION: Final = 1
 
 #: An event of a run's history, by its kind; of a kind that this version does not know, the last one.
 HistoryEvent = Annotated[

@@ -91,6 +91,8 @@ def call(
     """
     import httpx
 
+    from rl_hooks import wire
+
     deadline = time.monotonic() + patience
     seconds = timeout or (_READ_SECONDS if method == "GET" else _CHANGE_SECONDS)
     while True:
@@ -112,9 +114,10 @@ def call(
                 hint = "; it may do what was asked all the same: look before you ask again"
             trouble, passing = f"does not answer: {error}{hint}", True
         else:
-            if answer.is_success:
+            other = wire.other_api(answer.headers, "the draftalign command")
+            if answer.is_success and not other:
                 return answer
-            trouble = f"answered {answer.status_code}: {_told(answer)}"
+            trouble = f"answered {answer.status_code}: {other if answer.is_success else _told(answer)}"
             passing = answer.status_code == 429 or (answer.status_code >= 500 and _problem(answer)[0] != "run-damaged")
         finally:
             waiting.cancel()

@@ -12,6 +12,7 @@ import pytest
 from helpers.engine.agent_fixtures import Engine, drafter_bytes, drafter_config, eventually, settle, start_agent
 from helpers.service.service_fixtures import RunningService
 
+from rl_hooks import wire
 from rl_hooks.agent.canary import CanaryRule
 
 
@@ -72,6 +73,26 @@ def test_an_engine_that_drafts_otherwise_than_a_setting_says_is_named_once(
         settle(engine)
     assert caplog.text.count("DRAFTALIGN_DEPTH=7") == 1
     assert engine.url in next(r.getMessage() for r in caplog.records if "DRAFTALIGN_DEPTH=7" in r.getMessage())
+
+
+def test_an_agent_says_once_that_the_service_speaks_another_contract_and_goes_on(
+    service: RunningService,
+    engine: Engine,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "API_VERSION", 2)
+    with start_agent(service.url, engine, cache=tmp_path / "cache"):
+        for seed in (1, 2):
+            version = _publish(service, seed)
+            eventually(lambda version=version: engine.version == version)  # type: ignore[misc]
+        monkeypatch.undo()
+        version = _publish(service, 3)
+        eventually(lambda: engine.version == version)
+        eventually(lambda: "speaks the agent's contract again" in caplog.text)
+    said = "expected Draftalign-Api: 2 in the answer, got '1'; use the agent of the service's version. It goes on"
+    assert caplog.text.count(said) == 1
 
 
 def test_an_agent_without_a_drafter_says_once_what_it_waits_for(

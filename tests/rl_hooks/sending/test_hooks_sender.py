@@ -16,6 +16,7 @@ import pytest
 from helpers.ports import free_port
 from helpers.trainer.hooks_fixtures import AUX, Answer, Received, Receiver, receiver, tiny_qwen3
 
+from rl_hooks import wire
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.delivery import NO_SUCH_RUN
 from rl_hooks.sending.exchange import Origin
@@ -884,4 +885,18 @@ def test_a_warning_of_the_service_reaches_the_log_once(caplog: pytest.LogCapture
         stats = heard(sender, service, {"warning": "a drafter was ignored"}, {"warning": "a drafter was ignored"})
         assert stats["sent"] == 2
         assert [r.message.count("a drafter was ignored") for r in caplog.records] == [1]
+        sender.close()
+
+
+@pytest.mark.parametrize("number", ["1", "2"])
+def test_a_registration_that_a_service_of_another_contract_takes_is_told_in_the_log(
+    number: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with receiver() as service, caplog.at_level(logging.WARNING, "rl_hooks"):
+        service.answer = lambda _: (200, {wire.API_HEADER: number}, {})
+        sender = RolloutSender(service.url)
+        sender.submit_job(Job("PUT", "/runs/default", lambda: [b"run"], 3, keep=True))
+        assert finished(sender)["sent"] == 1
+        said = f"expected Draftalign-Api: 1 in the answer, got '{number}'; use rl_hooks of the service's version"
+        assert [said in r.message for r in caplog.records] == [True] * (number != "1")
         sender.close()

@@ -17,6 +17,7 @@ from helpers.worker.record_fixtures import score
 from pydantic import BaseModel, SecretStr, TypeAdapter
 from redis import Redis
 
+from rl_hooks import wire
 from service.api import acceptance as acceptance_api
 from service.api import problems
 from service.api import runs as runs_api
@@ -181,8 +182,8 @@ def test_the_page_names_every_problem_and_every_code() -> None:
 
 @pytest.mark.parametrize("path", ["/healthz", "/runs", "/nothing", "/docs"])
 def test_every_answer_names_the_contract(service: RunningService, path: str) -> None:
-    assert service.client.get(path).headers["Draftalign-Api"] == str(answers.API_VERSION)
-    assert service.client.get("/openapi.json").json()["info"]["version"] == str(answers.API_VERSION)
+    assert service.client.get(path).headers["Draftalign-Api"] == str(wire.API_VERSION)
+    assert service.client.get("/openapi.json").json()["info"]["version"] == str(wire.API_VERSION)
 
 
 def test_what_lasts_until_a_person_acts_names_no_time_to_ask_again() -> None:

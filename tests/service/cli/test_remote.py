@@ -15,6 +15,7 @@ from helpers.service.service_fixtures import RunningService, rollout_file
 from redis import Redis
 from typer.testing import CliRunner
 
+from rl_hooks import wire
 from service.cli.main import app
 from service.cli.remote import client
 from service.cli.remote.client import call, whoami
@@ -196,6 +197,25 @@ def test_a_wrong_address_is_said_to_be_one(service: RunningService, url: str, wo
     assert str(told.exception).endswith(words)
 
 
+def test_a_service_of_another_contract_is_said_to_be_one(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers may mean something else: `GET /runs` was a list before there was a number."""
+
+    def refused() -> str:
+        told = CliRunner().invoke(app, ["runs", "--service", service.url])
+        assert isinstance(told.exception, ConfigurationError)
+        return str(told.exception)
+
+    monkeypatch.setattr(wire, "API_VERSION", 2)
+    assert refused().endswith(
+        "answered 200: expected Draftalign-Api: 2 in the answer, got '1'; use the draftalign command of the service's "
+        "version"
+    )
+    monkeypatch.setattr(wire, "API_HEADER", "X-Other")
+    assert "got none, so it is of before 29 November 2026, or no draftalign" in refused()
+
+
 def test_a_service_that_restarts_is_asked_again_for_as_long_as_the_command_has_patience(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -207,6 +227,7 @@ def test_a_service_that_restarts_is_asked_again_for_as_long_as_the_command_has_p
 
         def do_GET(self) -> None:
             self.send_response(answers.pop(0))
+            self.send_header(wire.API_HEADER, str(wire.API_VERSION))
             self.send_header("Content-Length", "2")
             self.end_headers()
             self.wfile.write(b"{}")
