@@ -338,7 +338,9 @@ def test_who_asks_a_worker_to_stop_does_not_wait_for_all_passes(bench: Bench) ->
     assert 0.0 < trial["promise"]["moved"] < 0.1, "nor does it count as a whole one"
 
 
-def test_what_later_looks_publish_is_no_headroom_any_more(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_later_looks_publish_wakes_an_idle_worker_and_is_no_headroom_any_more(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The candidate was refused, nothing was trained since, and a later claim shows that it is better."""
     options: dict[str, Any] = {"learning_rate": 1e-2, "train_passes": 4.0, "train_step_tokens": 256}
     bench.begin()
@@ -352,11 +354,13 @@ def test_what_later_looks_publish_is_no_headroom_any_more(bench: Bench, monkeypa
     refused = worker.learner.controller.curve
     assert [one.promoted for one in refused.measured] == [False] * 4
     later = bench.worker(gate_min_gain=0.0, **options)
+    later.learner.controller.idle = True
     bench.post("later", rollouts=16)
     bench.drain(later)
     assert later.learner.lineage.published == 2
     served = replace(refused.measured[-1], promoted=True)  # whose gain is not added to headroom
     assert later.learner.controller.curve.measured == [*refused.measured[:-1], served]
+    assert not later.learner.controller.idle
 
 
 @pytest.mark.parametrize(("warmup_steps", "known"), [(0, True), (10_000, False)])
