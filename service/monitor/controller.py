@@ -299,6 +299,14 @@ class Controller:
             self.curve.learn(gain, error, promoted=promoted)
         self.train_seconds = train_seconds if first else _smoothed(self.train_seconds, train_seconds)
 
+    def published(self) -> None:
+        """Note that the candidate is served now, by later looks than the verdict that refused it.
+
+        So what was trained last did gain. An idle worker goes on, unless less is expected than what pays.
+        """
+        self.idle = False
+        self.curve.published()
+
     def to_json(self) -> dict[str, Any]:
         """Plain values for the worker's checkpoint."""
         return asdict(self)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import NormalDist
 from typing import Final, Literal, get_args
@@ -77,6 +77,10 @@ class LearningCurve:
     def learn(self, gain: float, error: float, *, promoted: bool) -> None:
         """Take one verdict."""
         self.measured = [*self.measured, MeasuredGain(gain, error, promoted)][-_LOOKED_AT:]
+
+    def published(self) -> None:
+        """Note that the candidate is served now, by later looks than the newest verdict's, which refused it."""
+        self.measured = [*self.measured[:-1], *(replace(one, promoted=True) for one in self.measured[-1:])]
 
     def headroom(self, busy: float | None = None) -> Headroom | None:
         """What is left; None before the first verdict."""

@@ -153,6 +153,8 @@ class Judge:
         if evidence.archived:  # gains so far were measured beside another drafter
             self.controller.curve = LearningCurve()
             self.gate.training.concluded()
+        elif self.gate.training.seconds is None:  # it was refused when it was judged; nothing was trained since
+            self.controller.published()
         return self.gate.promoted(version, self.gate.served, evidence)
 
     def conclude(self, contests: Sequence[Contest], policy_version: int) -> None:

@@ -72,7 +72,15 @@ class Outcomes:
         """Measure from now on what `version`, which won by `evidence`, gains over `before`."""
         gain = math.nan if evidence.gain is None else evidence.gain
         promised = gain if evidence.promised is None else evidence.promised
-        self._promise = Promise(version, before, promised, gain, after=evidence.judged_to, archived=evidence.archived)
+        self._promise = Promise(
+            version,
+            before,
+            promised,
+            gain,
+            after=evidence.judged_to,
+            archived=evidence.archived,
+            trained_to=evidence.trained_to,
+        )
 
     def measures(self, entry_id: str) -> bool:
         """Whether rollouts of this queue entry may measure the newest version: not if they helped to choose it."""
@@ -80,10 +88,15 @@ class Outcomes:
         return after is None or arrival(entry_id) > arrival(after)
 
     def settle(self, fresh: Fresh) -> Realised | None:
-        """Measure the gain of the version published last; its event once that is known well enough."""
+        """Measure the gain of the version published last; its event once that is known well enough.
+
+        A trainer that goes back ends that: the version was made for a policy that is gone, so no promise was broken.
+        """
         promise = self._promise
         if promise is None or not {promise.version, promise.before} <= fresh.replays.keys():
             return None
+        if promise.trainer_went_back(max(batch.policy_version for batch in fresh.batches)):
+            return self.end()
         index = np.array(fresh.evidence, dtype=np.int64)
         pair = [fresh.replays[version].select(index) for version in (promise.version, promise.before)]
         if (pooled := self._pool.add(fresh, pair, fresh.evidence)) is not None:

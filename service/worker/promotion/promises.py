@@ -39,6 +39,14 @@ class Promise:
     policy_version: int | None = None  # newest of the rollouts
     after: str | None = None  # newest queue entry of those that chose it; None: not known
     archived: bool = False  # it was not the candidate when it won
+    trained_to: int | None = None  # newest policy version that it was trained on, if it was the candidate
+
+    def trainer_went_back(self, policy_version: int) -> bool:
+        """Whether the trainer went back since: rollouts of now are of an earlier policy than it was trained on.
+
+        Engines may be one policy version apart.
+        """
+        return self.trained_to is not None and policy_version < self.trained_to - 1
 
     def add(self, new: Replay, old: Replay, groups: npt.NDArray[np.int64] | None, policy_version: int) -> None:
         """Count rollouts of a claim, or of several together; the newest are of that policy version."""

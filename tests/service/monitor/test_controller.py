@@ -253,6 +253,17 @@ def test_one_absurd_time_does_not_price_training_out_of_reach() -> None:
     assert controller.train_seconds > 3000
 
 
+@pytest.mark.parametrize(("gain", "action"), [(0.015, Action.TRAIN), (-0.02, Action.IDLE)])
+def test_an_idle_worker_whose_candidate_later_looks_publish_goes_on_while_that_pays(
+    gain: float, action: Action
+) -> None:
+    """Its credit for probes is spent, and what is expected is not sure enough to wake it by itself."""
+    controller = idle(gain=gain, variance=0.02**2, probes=0.1)
+    assert controller.decide(ECONOMY, 3.0).action is Action.IDLE
+    controller.published()
+    assert controller.decide(ECONOMY, 3.0).action is action
+
+
 def test_the_time_between_versions_is_followed_while_nothing_is_trained() -> None:
     controller = idle()
     controller.version_seconds = 60.0

@@ -86,6 +86,20 @@ def begun(**facts: Any) -> Outcomes:
     return found
 
 
+def test_where_the_trainer_goes_back_what_came_before_counts() -> None:
+    """The version was made for a policy that is gone: what it brings on an earlier one breaks no promise."""
+    found = begun(trained_to=9)
+    assert found.settle(claim(40, 1.1, policy=8)) is None, "engines may be one version apart"
+    event = found.settle(claim(300, 0.7, policy=7))
+    assert event is not None
+    assert event.rollouts == 40
+    assert event.realised == pytest.approx(0.1, abs=0.04)
+    assert found.watched is None
+    found = begun(trained_to=9)
+    assert found.settle(claim(300, 0.7, policy=7)) is None
+    assert (found.watched, found.correction) == (None, 1.0)
+
+
 def test_what_a_version_brought_is_the_ratio_of_rounds_with_its_interval() -> None:
     """By the delta method on the log of a ratio of sums, claim by claim, in numpy."""
     found = begun()

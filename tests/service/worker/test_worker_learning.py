@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from rl_hooks.sending.exchange import Origin, RunService
 from rl_hooks.sending.standing import Standing
 from service.capacity.estimate import Traffic
 from service.capacity.sizes import Deployment
-from service.monitor.controller import Controller, Decision, Economy
+from service.monitor.controller import Action, Controller, Decision, Economy
 from service.monitor.records import DrafterSums, ScoreRecord, read, written
 from service.storage.registry import Registry
+from service.worker.learner import Learner
 from service.worker.loop import RunWorker
 from service.worker.promotion import gate as promotion
 
@@ -59,6 +61,19 @@ def test_a_batch_is_scored_before_it_is_trained_on(bench: Bench, tmp_path: Path)
         assert record.favour is not None
         assert expected is not None
         assert [record.favour.excess, record.favour.variance] == pytest.approx([expected.excess, expected.variance])
+
+
+@pytest.mark.parametrize(("off", "told"), [(0.03, True), (0.08, False)])
+def test_whether_speculation_is_lossless_is_not_said_of_tokens_that_older_weights_drew(
+    bench: Bench, off: float, *, told: bool
+) -> None:
+    """An asynchronous trainer sends the sampler's log-probabilities with the features of newer weights."""
+    bench.begin()
+    batch = bench.post("a", change=lambda tensors: tensors["logprobs"].sub_(off))
+    bench.drain(bench.worker())
+    record = bench.store.scores()[batch]
+    assert record.logprob_gap == pytest.approx(off, abs=0.01)
+    assert (record.favour is not None) == told
 
 
 @pytest.mark.parametrize("rollouts", [8, 32])
@@ -334,6 +349,31 @@ def test_who_asks_a_worker_to_stop_does_not_wait_for_all_passes(bench: Bench) ->
     assert worker.learner.controller.trainings == 0, "and half a training says nothing about gains"
     (trial,) = worker.learner.gate.state["trials"].values()
     assert 0.0 < trial["promise"]["moved"] < 0.1, "nor does it count as a whole one"
+
+
+def test_what_later_looks_publish_wakes_an_idle_worker_and_is_no_headroom_any_more(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The candidate was refused, nothing was trained since, and a later claim shows that it is better."""
+    options: dict[str, Any] = {"learning_rate": 1e-2, "train_passes": 4.0, "train_step_tokens": 256}
+    bench.begin()
+    worker = bench.worker(**options)  # no gain is worth a swap
+    for name in "abcd":
+        bench.post(name, rollouts=16)
+        bench.drain(worker)
+    monkeypatch.setattr(Learner, "_decide", lambda *_: Decision(Action.IDLE, "for the test"))
+    bench.post("judged", rollouts=16)
+    bench.drain(worker)
+    refused = worker.learner.controller.curve
+    assert [one.promoted for one in refused.measured] == [False] * 4
+    later = bench.worker(gate_min_gain=0.0, **options)
+    later.learner.controller.idle = True
+    bench.post("later", rollouts=16)
+    bench.drain(later)
+    assert later.learner.lineage.published == 2
+    served = replace(refused.measured[-1], promoted=True)  # whose gain is not added to headroom
+    assert later.learner.controller.curve.measured == [*refused.measured[:-1], served]
+    assert not later.learner.controller.idle
 
 
 @pytest.mark.parametrize(("warmup_steps", "known"), [(0, True), (10_000, False)])
