@@ -284,7 +284,7 @@ class SwapAgent:
             timeout_seconds=config.request_timeout_seconds + config.wait_seconds,
         )
         status = response.status_code
-        if status not in (200, 304, 404):
+        if status not in (200, 304, 404) or (status == 404 and not response.refusal()[0]):  # a proxy's 404 is no word
             raise ManifestError(f"GET /drafter/latest answered {status}: {response.refusal()[1]}")
         if config.public_keys is not None:
             if status == 200:
