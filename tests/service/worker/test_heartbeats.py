@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
+import threading
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +16,7 @@ from helpers.worker.record_fixtures import gauges
 from helpers.worker.worker_fixtures import Bench, Nest
 from redis import Redis
 
+from service.storage.queue.deliveries import RolloutQueue
 from service.worker.process import heartbeat
 from service.worker.process.worker import Worker
 
@@ -49,6 +53,38 @@ def test_who_reads_a_sign_of_life_needs_no_right_clock(bench: Bench, monkeypatch
     assert 0.0 <= ago < 30.0
     store.set_worker(gauges({"error": "the disk is full"}))
     assert store.served_ago() is None
+
+
+def test_a_beat_writes_nothing_of_a_run_that_is_deleted_meanwhile(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is let go, and its keys are deleted, as soon as the beat allows it: at its first write, say."""
+    bench.begin()
+    bench.post("a")
+    redis = Redis.from_url(bench.redis_url)
+    worker = Worker(bench.settings, redis)
+    worker._find_runs()
+    assert worker.served["default"].inbox.claim()
+    shutil.rmtree(bench.layout.run("default"))
+
+    def delete() -> None:
+        worker._let_go("default")
+        redis.delete(*redis.scan_iter("da:{default}:*"))
+
+    deletion = threading.Thread(target=delete)
+    beat = RolloutQueue.heartbeat
+
+    def beat_late(self: RolloutQueue, consumer: str, entry_ids: Sequence[str]) -> list[str]:
+        deletion.start()
+        deletion.join(2.0)
+        return beat(self, consumer, entry_ids)
+
+    monkeypatch.setattr(RolloutQueue, "heartbeat", beat_late)
+    worker._heartbeat.beat()
+    deletion.join()
+    assert list(redis.scan_iter("da:{default}:*")) == []
+    worker._heartbeat.beat()
+    assert list(redis.scan_iter("da:{default}:*")) == []
 
 
 def test_a_beat_that_takes_long_itself_comes_as_often(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
