@@ -112,7 +112,8 @@ def call(
                 hint = "; it may do what was asked all the same: look before you ask again"
             trouble, passing = f"does not answer: {error}{hint}", True
         else:
-            if answer.is_success:
+            page = answer.headers.get("Content-Type", "").startswith("text/html")  # a proxy's, of a login, say
+            if answer.is_success and not page:
                 return answer
             trouble = f"answered {answer.status_code}: {_told(answer)}"
             passing = answer.status_code == 429 or (answer.status_code >= 500 and _problem(answer)[0] != "run-damaged")
