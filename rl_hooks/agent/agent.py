@@ -284,13 +284,15 @@ class SwapAgent:
             timeout_seconds=config.request_timeout_seconds + config.wait_seconds,
         )
         status = response.status_code
-        if status not in (200, 304, 404) or (status == 404 and not response.refusal()[0]):  # a proxy's 404 is no word
+        if status not in (200, 304, 404):
             raise ManifestError(f"GET /drafter/latest answered {status}: {response.refusal()[1]}")
         if config.public_keys is not None:
             if status == 200:
                 config.public_keys.check(nonce, response.content, response.headers.get(SIGNATURE_HEADER))
             elif self.offer is not None or status == 304:
                 raise SignatureError(f"signature: GET /drafter/latest answered {status}, which nobody signed")
+        if status == 404 and not response.refusal()[0]:
+            raise ManifestError(f"GET /drafter/latest answered 404 without a word of the service: {response.text[:300]}")
         self.metrics.last_contact.labels(SERVICE).set_to_current_time()
         if status == 200 and await self._take(response):
             return

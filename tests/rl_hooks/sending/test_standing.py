@@ -247,7 +247,7 @@ def test_a_flush_asks_no_service_that_did_not_answer_a_moment_ago(monkeypatch: p
 
 def test_a_flush_waits_for_no_answer_beyond_its_own_time(liar: Liar, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standing, "_ASK_SECONDS", 600.0)
-    liar.seconds = 6.0
+    liar.seconds, liar.body = 6.0, b"{}"
     sender = RolloutSender(liar.url, asks=True)
     sender.submit([b"z"])
     began = time.monotonic()
