@@ -292,7 +292,7 @@ class SwapAgent:
             elif self.offer is not None or status == 304:
                 raise SignatureError(f"signature: GET /drafter/latest answered {status}, which nobody signed")
         if status == 404 and not response.refusal()[0]:
-            raise ManifestError(f"GET /drafter/latest answered 404 without a word of the service: {response.text[:300]}")
+            raise ManifestError(f"GET /drafter/latest answered 404, not of the service: {response.text[:300]}")
         self.metrics.last_contact.labels(SERVICE).set_to_current_time()
         if status == 200 and await self._take(response):
             return

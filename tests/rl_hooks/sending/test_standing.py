@@ -124,8 +124,9 @@ class Liar:
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))
                 self.send_response(202)
-                self.send_header("Content-Length", "0")
+                self.send_header("Content-Length", "2")
                 self.end_headers()
+                self.wfile.write(b"{}")
 
             def do_GET(self) -> None:
                 time.sleep(liar.seconds)
@@ -247,7 +248,7 @@ def test_a_flush_asks_no_service_that_did_not_answer_a_moment_ago(monkeypatch: p
 
 def test_a_flush_waits_for_no_answer_beyond_its_own_time(liar: Liar, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standing, "_ASK_SECONDS", 600.0)
-    liar.seconds, liar.body = 6.0, b"{}"
+    liar.seconds = 6.0
     sender = RolloutSender(liar.url, asks=True)
     sender.submit([b"z"])
     began = time.monotonic()
