@@ -293,6 +293,8 @@ class SwapAgent:
                 config.public_keys.check(nonce, response.content, response.headers.get(SIGNATURE_HEADER))
             elif self.offer is not None or status == 304:
                 raise SignatureError(f"signature: GET /drafter/latest answered {status}, which nobody signed")
+        if status == 404 and not response.refusal()[0]:
+            raise ManifestError(f"GET /drafter/latest answered 404, not of the service: {response.text[:300]}")
         self.metrics.last_contact.labels(SERVICE).set_to_current_time()
         if (other := wire.other_api(response.headers, "the agent")) != self._answers.other:
             self._answers.other = other

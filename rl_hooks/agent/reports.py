@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -108,8 +107,10 @@ class Reports:
         if 200 <= response.status_code < 300:
             self._warn(follower.url, response)
         else:
-            error = ReportError(f"POST /acceptance answered {response.status_code}: {response.refusal()[1]}")
-            if response.status_code not in _UNACCEPTABLE:
+            kind, why = response.refusal()
+            error = ReportError(f"POST /acceptance answered {response.status_code}: {why}")
+            # A 404 that the service did not say is of a proxy in front of it, and passes.
+            if response.status_code not in _UNACCEPTABLE or (response.status_code == 404 and not kind):
                 raise error
             # The same report would be refused again. A later one has other counts and may be accepted.
             self._metrics.errors.labels("report", type(error).__name__).inc()
@@ -118,11 +119,14 @@ class Reports:
         self._metrics.last_contact.labels(SERVICE).set_to_current_time()
 
     def _warn(self, engine: str, response: Answer) -> None:
-        """Log the service's warning about a report, once."""
-        with contextlib.suppress(ValueError, AttributeError):
+        """Log the service's warning about a report, once. Raises ReportError for a proxy's page: no JSON object."""
+        try:
             warning = response.json().get("warning")
-            if isinstance(warning, str):
-                self.say(engine, logging.WARNING, warning)
+        except (ValueError, AttributeError):
+            text = f"answered {response.status_code} with {response.content[:60]!r}; is it a draftalign service?"
+            raise ReportError(f"POST /acceptance: expected JSON, {text}") from None
+        if isinstance(warning, str):
+            self.say(engine, logging.WARNING, warning)
 
     def say(self, peer: str, level: int, text: str) -> None:
         """Log what the service says about a peer, unless it said just that before."""

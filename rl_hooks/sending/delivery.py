@@ -8,7 +8,7 @@
 | `run-closed` to anything | a person drains or archived the run: the same |
 | `no-such-run` after the registration was refused | nobody else has registered the run: the same |
 | `no-such-run` after it was accepted | dropped; `lost` asks for another registration |
-| 429, 5xx, no connection, not HTTP | retried after a backoff with jitter or after Retry-After, while patience lasts |
+| 429, 5xx, no connection, no HTTP, 2xx without JSON | retried after a backoff or Retry-After, while patience lasts |
 | 401, 403, and any refusal by a proxy, of a job with `keep` | the same without an end: a person may mend it |
 | `too-many-runs`, `run-damaged` | a person has to act: the same, but after a minute |
 | `StoreUnreachable` from an upload by the object store | the same file through the API, and all for five minutes |
@@ -28,7 +28,7 @@ from typing import Final
 from rl_hooks import wire
 from rl_hooks.errors import MAX_REASON, WrongTargetError, cut
 from rl_hooks.sending.direct import DirectUpload, StoreUnreachable
-from rl_hooks.sending.exchange import Reply, RunService
+from rl_hooks.sending.exchange import Reply, ReplyError, RunService
 from rl_hooks.sending.jobs import Job, Parts, run_path
 from rl_hooks.sending.tally import Tally, kind_of
 
@@ -165,7 +165,11 @@ class ServiceClient:
         return "dropped_error"
 
     def _send(self, method: str, path: str, headers: Mapping[str, str], parts: Parts) -> Reply:
-        return self.service.ask(method, path, headers, parts, timeout_seconds=self.timeout_seconds)
+        """Ask the service. A 2xx without JSON is a proxy's page, and nothing that the service has taken: ReplyError."""
+        reply = self.service.ask(method, path, headers, parts, timeout_seconds=self.timeout_seconds)
+        if 200 <= reply.status < 300 and reply.document is None:
+            raise ReplyError(f"expected JSON, got {reply.status} with {reply.body[:60]!r}, which is a proxy's, maybe")
+        return reply
 
     def _direct(self, job: Job, parts: Parts, headers: Mapping[str, str]) -> DirectUpload | None:
         """The file's upload by the object store; None: it goes through the API."""

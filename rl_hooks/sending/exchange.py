@@ -78,13 +78,18 @@ class Reply:
             return None
 
     @property
-    def fields(self) -> Mapping[str, object]:
-        """The body as a JSON object; empty if it is none."""
+    def document(self) -> Mapping[str, object] | None:
+        """The body as a JSON object; None if it is none."""
         try:
             parsed = json.loads(self.body)
         except (ValueError, RecursionError):
-            return {}
-        return parsed if isinstance(parsed, dict) else {}
+            return None
+        return parsed if isinstance(parsed, dict) else None
+
+    @property
+    def fields(self) -> Mapping[str, object]:
+        """The body as a JSON object; empty if it is none."""
+        return self.document or {}
 
     @property
     def detail(self) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import errno
 import functools
 import gc
 import hashlib
@@ -182,7 +181,7 @@ async def healthz() -> Status:
 
 @router.get("/readyz")
 async def readyz(context: Context) -> Status:
-    """Answer while rollouts can be taken: Redis took a write within the last second, and the spool has room.
+    """Answer while rollouts can be taken: Redis took a write within the last second, and the spool takes files.
 
     With `state_url` the object store answered, too, when it was last asked: it is asked once a second.
     """
@@ -193,8 +192,7 @@ async def readyz(context: Context) -> Status:
     if free < least:
         found = f"{in_units(free)} are free on the spool's disk; at least {in_units(least)} must be"
         raise Problem(503, "spool-low", f"{found} (DRAFTALIGN_SPOOL_MIN_FREE_BYTES)", headers={"Retry-After": "10"})
-    if not context.disk.spool.takes_files():
-        raise OSError(errno.ENOSPC, "no inode is free")
+    context.disk.spool.check_takes_files()
     return Status(status="ready")
 
 

@@ -224,6 +224,8 @@ def as_problem(error: Exception) -> Problem:
             what = f"the service cannot use its files: {os.strerror(error.errno)}"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 what += "; make room on the state directory's disk: bytes, or files where `df -i` shows none free"
+            elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+                what += "; see how the state directory is mounted, and who owns what is in it"
             return Problem(503, "disk", what)
         case ClientDisconnect():
             return Problem(400, "client-left", "the client left before the end of the body; nothing was kept")

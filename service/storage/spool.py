@@ -116,15 +116,16 @@ class Spool:
         status = _made(directory, lambda: os.statvfs(directory))
         return status.f_bavail * status.f_frsize - self._reserved.total()
 
-    def takes_files(self) -> bool:
-        """Whether another file can be made there. Some file systems count none, or always say that none is left."""
+    def check_takes_files(self) -> None:
+        """Raise OSError unless another file can be made there: it may be read-only, another user's, without an inode.
+
+        Some file systems count no inodes, or always say that none is left.
+        """
         directory = self._layout.spool_tmp
         status = _made(directory, lambda: os.statvfs(directory))
-        if not status.f_files or status.f_favail > 0:
-            return True
-        with contextlib.suppress(OSError), self.upload():
-            return True
-        return False
+        if (status.f_files and not status.f_favail) or not os.access(directory, os.W_OK):
+            with self.upload():  # raises what is wrong
+                pass
 
     def now_ns(self) -> int:
         """The time that a file which is written now gets, in Unix ns: the clock may be another host's."""

@@ -114,10 +114,11 @@ def call(
                 hint = "; it may do what was asked all the same: look before you ask again"
             trouble, passing = f"does not answer: {error}{hint}", True
         else:
-            other = wire.other_api(answer.headers, "the draftalign command")
-            if answer.is_success and not other:
+            page = answer.headers.get("Content-Type", "").startswith("text/html")  # a proxy's, of a login, say
+            other = "" if page else wire.other_api(answer.headers, "the draftalign command")
+            if answer.is_success and not (page or other):
                 return answer
-            trouble = f"answered {answer.status_code}: {other if answer.is_success else _told(answer)}"
+            trouble = f"answered {answer.status_code}: {(answer.is_success and other) or _told(answer)}"
             passing = answer.status_code == 429 or (answer.status_code >= 500 and _problem(answer)[0] != "run-damaged")
         finally:
             waiting.cancel()

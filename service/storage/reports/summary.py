@@ -122,7 +122,7 @@ def summary_in(answer: SummaryText) -> Summary:
     newest = last and (parts(held or None)["newest"] or last)  # not what was put back
     return Summary(
         counters=counts(values, held or None),
-        oldest_queued=_arrival(first),
+        oldest_queued=None if (oldest := _arrival(first)) is None else oldest + answer.ahead,  # by this host's clock
         last_arrival=_arrival(newest),
         outdated=_goes_on(outdated or "", kept_seconds),
         dead_letters=[_named(fields) for _, fields in letters],

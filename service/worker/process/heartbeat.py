@@ -118,8 +118,8 @@ class Heartbeat:
             if not self._leases.hold(run):
                 state.lost = True
                 return
-        RolloutQueue(self._redis, run).heartbeat(CONSUMER, worker.inbox.held)
-        Store(self._redis, run).set_worker()
+            RolloutQueue(self._redis, run).heartbeat(CONSUMER, worker.inbox.held)
+            Store(self._redis, run).set_worker()
 
     def _beat_closed(self, run: str, state: Run) -> None:
         """Say that somebody looks after a run which is closed until a batch comes for it."""

@@ -227,6 +227,7 @@ class Service(Peer):
         self.cut_after: int | None = None  # the next download breaks off after this number of bytes
         self.ranges: list[str | None] = []
         self.acceptance_status = 200
+        self.proxys_page: int | None = None  # the status with which a proxy answers, with a page of its own
         super().__init__()
 
     def publish(
@@ -255,7 +256,9 @@ class Service(Peer):
             self.lock.notify_all()
 
     def answer(self, handler: BaseHTTPRequestHandler, path: str, query: dict[str, str], body: Any) -> None:
-        if path == "/drafter/latest":
+        if self.proxys_page is not None:
+            self.send(handler, self.proxys_page, b"<!doctype html><h1>Down for maintenance</h1>")
+        elif path == "/drafter/latest":
             self._latest(handler, float(query["wait"]))
         elif path == "/acceptance":
             with self.lock:
@@ -276,7 +279,7 @@ class Service(Peer):
                 self.lock.wait(deadline - time.monotonic())
             document, etag = self.manifest, tag()
         if document is None:
-            self.send_json(handler, 404, {"title": "no drafter yet"})
+            self.send_json(handler, 404, {"type": "urn:draftalign:no-drafter", "detail": "no drafter yet"})
         elif etag == seen:
             self.send(handler, 304, headers={"ETag": etag})
         else:

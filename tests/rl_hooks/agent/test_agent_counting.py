@@ -251,6 +251,32 @@ def test_a_report_that_the_service_refuses_does_not_stop_the_agent(
         eventually(lambda: service.last_report(version).get("rounds") == 151)
 
 
+@pytest.mark.parametrize("status", [200, 302, 404, 502])
+def test_what_a_proxy_answers_is_not_the_services_word(
+    service: Service, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    """It is said, and no contact. A verdict is sent once, and counts of what has gone do not change: both wait."""
+    first = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path, canary=CanaryRule(rounds=200)):
+        eventually(lambda: engine.version == first)
+        settle(engine)
+        engine.play(300, 3)
+        settle(engine)
+        second = service.publish(2)
+        eventually(lambda: engine.version == second)
+        settle(engine)
+        service.proxys_page = status
+        engine.play(200, 1)
+        eventually(lambda: engine.version == first)
+        eventually(lambda: all(path in caplog.text for path in ("POST /acceptance", "GET /drafter/latest")))
+        settle(engine, 6)
+        assert service.verdicts() == []
+        service.proxys_page = None
+        (verdict,) = eventually(service.verdicts)
+        assert (verdict["version"], verdict["outcome"]) == (second, "rolled_back")
+        eventually(lambda: service.last_report(second).get("rounds") == 200)
+
+
 @pytest.mark.parametrize("name", [ROUNDS, ACCEPTED + "{", DRAFTED, ACCEPTED_PER_POSITION])
 def test_a_missing_counter_is_named_and_never_zero(
     service: Service, engine: Engine, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture

@@ -134,6 +134,26 @@ def test_nothing_ends_for_good_where_the_run_may_be_registered(statuses: tuple[i
         sender.close()
 
 
+def test_a_page_that_a_proxy_answers_with_200_takes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """A maintenance page, say. The service itself answers with JSON, so what is not is sent again."""
+    pages = 4
+    with receiver() as service, caplog.at_level(logging.WARNING, "rl_hooks"):
+
+        def answer(_request: Received) -> Answer:
+            page = len(service.requests) < pages
+            return (200, {}, "<!doctype html><html>") if page else (202, {}, {})
+
+        service.answer = answer
+        sender = RolloutSender(service.url, run="r")
+        sender.submit_job(Job("PUT", run_path("r"), lambda: [b"0"], 1, keep=True))
+        sender.submit([b"1"])
+        stats = finished(sender)
+        assert (stats["sent"], stats["retries"], stats["dropped_error"]) == (2, pages, 0)
+        assert [request.body for request in service.requests] == [b"0"] * (pages + 1) + [b"1"]
+        sender.close()
+    assert "expected JSON, got 200 with b'\"<!doctype html><html>\"'" in caplog.text
+
+
 def test_a_registration_outlasts_a_token_that_is_missing_at_first_and_a_proxy_that_is_starting(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -845,7 +865,7 @@ def test_deaths_are_counted_from_the_first_answer_on_and_each_kind_of_reason_is_
 
 @pytest.mark.parametrize(
     "answer",
-    [{}, [], {"dead_total": "3", "last_dead_reason": "x"}, {"dead_total": 3}, {"dead_total": None, "warning": 7}],
+    [{}, {"dead_total": "3", "last_dead_reason": "x"}, {"dead_total": 3}, {"dead_total": None, "warning": 7}],
 )
 def test_an_older_service_that_says_nothing_of_deaths_does_as_well(
     answer: object, caplog: pytest.LogCaptureFixture

@@ -124,8 +124,9 @@ class Liar:
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))
                 self.send_response(202)
-                self.send_header("Content-Length", "0")
+                self.send_header("Content-Length", "2")
                 self.end_headers()
+                self.wfile.write(b"{}")
 
             def do_GET(self) -> None:
                 time.sleep(liar.seconds)

@@ -521,10 +521,25 @@ def test_a_disk_without_inodes_is_not_ready_and_it_is_said_what_to_do(small_disk
     assert service.post(rollout_file(("more",), run="old"), "old").status_code == 202
 
 
+def test_a_disk_that_becomes_read_only_is_not_ready_until_it_is_writable_again(small_disk: Path, serve: Serve) -> None:
+    """As the kernel makes one whose blocks fail. What is served is served on."""
+    service = serve(state_dir=small_disk, spool_min_free_bytes=0)
+    service.register("old")
+    version = service.publish("old").version
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    for reply in (service.client.get("/readyz"), service.post(rollout_file(run="old"), "old")):
+        assert (reply.status_code, reply.json()["type"]) == (503, "urn:draftalign:disk")
+        assert "see how the state directory is mounted" in reply.json()["detail"]
+    assert service.client.get("/drafter/latest?run=old").json()["version"] == version
+    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+    assert service.client.get("/readyz").status_code == 200
+    assert service.post(rollout_file(run="old"), "old").status_code == 202
+
+
 def test_a_disk_that_always_says_that_no_inode_is_left_is_believed_only_where_no_file_can_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spool = Spool(Layout(tmp_path))
     monkeypatch.setattr("service.storage.spool.os.statvfs", lambda _path: SimpleNamespace(f_files=1, f_favail=0))
-    assert spool.takes_files()
+    spool.check_takes_files()
     assert not list((tmp_path / "spool" / "tmp").iterdir())
