@@ -220,6 +220,8 @@ def test_a_page_is_no_answer(service: RunningService) -> None:
     """Of a proxy before the service: a login, or that it is down for maintenance. Here it is the service's own page."""
     with pytest.raises(ConfigurationError, match=r"answered 200: <!doctype html>(?s:.*)is it a draftalign service\?"):
         call("GET", service.url, "/")
+    with pytest.raises(ConfigurationError, match=r"answered 200: # HELP (?s:.*)is it a draftalign service\?"):
+        call("GET", service.url, "/metrics")  # text, as "OK" is
 
 
 def test_a_service_that_restarts_is_asked_again_for_as_long_as_the_command_has_patience(
