@@ -234,8 +234,9 @@ def test_a_service_that_restarts_is_asked_again_for_as_long_as_the_command_has_p
             pass
 
         def do_GET(self) -> None:
-            self.send_response(answers.pop(0))
+            self.send_response(status := answers.pop(0))
             self.send_header(wire.API_HEADER, str(wire.API_VERSION))
+            self.send_header("Content-Type", "text/plain" if status == 203 else "application/json")  # 203: of a proxy
             self.send_header("Content-Length", "2")
             self.end_headers()
             self.wfile.write(b"{}")
@@ -246,7 +247,7 @@ def test_a_service_that_restarts_is_asked_again_for_as_long_as_the_command_has_p
         thread.start()
         try:
             url = f"http://127.0.0.1:{server.server_port}"
-            answers += [503, 429, 200]
+            answers += [503, 429, 203, 200]
             assert call("GET", url, "/runs", patience=60.0).json() == {}
             for refusal, patience in ((404, 60.0), (503, 0.0)):
                 answers += [refusal, 200]
