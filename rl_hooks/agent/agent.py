@@ -295,11 +295,12 @@ class SwapAgent:
                 raise SignatureError(f"signature: GET /drafter/latest answered {status}, which nobody signed")
         if status == 404 and not response.refusal()[0]:
             raise ManifestError(f"GET /drafter/latest answered 404, not of the service: {response.text[:300]}")
+        manifest = _manifest(response, config.run) if status == 200 else None  # else a proxy's page were a contact
         self.metrics.last_contact.labels(SERVICE).set_to_current_time()
         if (other := wire.other_api(response.headers, "the agent")) != self._answers.other:
             self._answers.other = other
             log.warning("%s: %s. It goes on", self._name(SERVICE), other or "speaks the agent's contract again")
-        if status == 200 and await self._take(response):
+        if manifest is not None and await self._take(manifest, response.headers.get("ETag", "")):
             return
         if status == 404 and self.offer is None:
             await self._wait_for_a_drafter(client, response)
@@ -327,13 +328,8 @@ class SwapAgent:
         except (AgentError, httpx.HTTPError, ValueError, TypeError, KeyError):
             return []
 
-    async def _take(self, response: Answer) -> bool:
+    async def _take(self, manifest: VerifiedManifest, etag: str) -> bool:
         """Download what the manifest offers; False where that is offered already."""
-        try:
-            document = response.json()
-        except ValueError as error:
-            raise ManifestError(f"GET /drafter/latest did not answer JSON: {response.text[:200]!r}") from error
-        manifest = parse_manifest(document, self.config.run)
         newest, offer = max((follower.sequence for follower in self.followers.values()), default=-1), self.offer
         if offer is not None:
             if (manifest.sequence, manifest.version) == (offer.sequence, offer.version):
@@ -354,7 +350,7 @@ class SwapAgent:
         log.info("offered %s, sequence %d: %s", release.version, release.sequence, manifest.reason)
         version, answers = release.version, self._answers
         answers.recent = [*(v for v in answers.recent if v != version), version][-max(self.config.keep_versions, 1) :]
-        etag = response.headers.get("ETag", "")  # one that a request cannot hold is not sent back
+        # One that a request cannot hold is not sent back.
         self.offer, answers.etag = release, etag if etag.isascii() and len(etag) <= MAX_NAME else ""
         for event in self._offered.values():
             event.set()
@@ -406,6 +402,15 @@ async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
         for task in waiting:
             task.cancel()
         _, waiting = await asyncio.wait(waiting, timeout=_CANCEL_AGAIN_SECONDS)
+
+
+def _manifest(response: Answer, run: str) -> VerifiedManifest:
+    """What the service offers. Raises ManifestError."""
+    try:
+        document = response.json()
+    except ValueError as error:
+        raise ManifestError(f"GET /drafter/latest did not answer JSON: {response.text[:200]!r}") from error
+    return parse_manifest(document, run)
 
 
 def _any_peer(config: AgentConfig) -> dict[str, Any]:

@@ -41,12 +41,17 @@ class Answer:
         return self.content.decode("utf-8", "replace")
 
     def refusal(self) -> tuple[str, str]:
-        """Type of the service's problem document, and its detail with what helps; else "" and the body's beginning."""
+        """Type of the service's problem document, and its detail with what helps.
+
+        Of any other answer "", and its detail or the body's beginning.
+        """
         try:
             problem = self.json()
             detail, kind = str(problem["detail"]), str(problem["type"])
         except (ValueError, TypeError, KeyError):
             return "", self.text[:300]
+        if not kind.startswith("urn:draftalign:"):  # another server's, in the same form
+            return "", detail[:300]
         return kind, detail[:300] + (" (set DRAFTALIGN_TOKEN)" if kind.endswith(":no-token") else "")
 
     def json(self) -> Any:

@@ -31,7 +31,7 @@ _MAX_INTERIM: Final = 8
 
 
 class ReplyError(OSError):
-    """The answer is not HTTP."""
+    """What came is no answer of the service: no HTTP, or a 2xx without JSON."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ class Spool:
         """
         directory = self._layout.spool_tmp
         status = _made(directory, lambda: os.statvfs(directory))
-        if (status.f_files and not status.f_favail) or not os.access(directory, os.W_OK):
+        if (status.f_files and not status.f_favail) or not os.access(directory, os.W_OK | os.X_OK):
             with self.upload():  # raises what is wrong
                 pass
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
@@ -235,6 +235,8 @@ class Journal:
         self._pace = _Pace()
         self.engines = EngineReports(store, run)
         self._unsent: dict[str, ScoreRecord] = {}  # score records that Redis has not taken yet, by batch
+        #: Raises where another worker has the run: a worker that was paused would replace its records and gauges.
+        self.before_sending: Callable[[], object] = lambda: None
 
     @property
     def state(self) -> dict[str, object]:
@@ -287,11 +289,13 @@ class Journal:
         self.send()
 
     def send(self) -> None:
-        """Send the score records that Redis has not taken yet.
+        """Send the score records that Redis has not taken yet. Raises what `before_sending` does.
 
         A full Redis is not waited for: acknowledging makes room in it, and a worker that waits acknowledges nothing.
         The newest `MAX_SCORES` records are kept meanwhile.
         """
+        if self._unsent:
+            self.before_sending()
         for batch_id in list(self._unsent):
             if not self._store.put_score(batch_id, self._unsent[batch_id]):
                 log.error("%s: Redis is full; %d score records wait for room", self._run, len(self._unsent))

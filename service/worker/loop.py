@@ -101,6 +101,7 @@ class RunWorker:
         self._target_file = layout.target_id(run)  # before it is read
         self.learner = Learner(settings, layout, store, run, stopping, others_wait)
         self.learner.recent.limit = self._suspicion.limit
+        self.learner.journal.before_sending = self._check_lease
         self._checkpoint = WorkerCheckpoint(layout, run)
         self._newest = _Newest(time.monotonic())
         queue.ensure_group()
@@ -260,10 +261,13 @@ class RunWorker:
         self.learner.save(self._checkpoint, applied)
         self._newest.took_seconds = time.monotonic() - started
 
-    def _check_still_ours(self) -> None:
-        """Raise unless this worker may write: it must hold the lease, and the target's file be the one it opened."""
+    def _check_lease(self) -> None:
         if not self._holds_lease():
             raise LeaseLost("its lease is gone")
+
+    def _check_still_ours(self) -> None:
+        """Raise unless this worker may write: it must hold the lease, and the target's file be the one it opened."""
+        self._check_lease()
         if self._layout.target_id(self.run) != self._target_file:
             raise RegisteredAgain(f"run {self.run} was registered again")
 

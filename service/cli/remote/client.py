@@ -87,7 +87,8 @@ def call(
     """Call the service; ConfigurationError if it refuses, or does not answer within `timeout` seconds.
 
     The default is 15 s for a GET and 120 s for a change; the connection may take 5 s. After 5 s the command says that
-    it waits. While the service is away or has no room, the call is repeated for `patience` seconds.
+    it waits. While the service is away or has no room, or a proxy answers with a page of its own, the call is repeated
+    for `patience` seconds.
     """
     import httpx
 
@@ -114,12 +115,16 @@ def call(
                 hint = "; it may do what was asked all the same: look before you ask again"
             trouble, passing = f"does not answer: {error}{hint}", True
         else:
-            page = answer.headers.get("Content-Type", "").startswith("text/html")  # a proxy's, of a login, say
+            kind = answer.headers.get("Content-Type", "").partition(";")[0].strip()
+            # The service answers with JSON, with a file, or with nothing to a DELETE: all else is a proxy's.
+            ours = kind in ("application/json", wire.CONTENT_TYPE) or (answer.status_code == 204 and method == "DELETE")
+            page = answer.is_success and not ours
             other = "" if page else wire.other_api(answer.headers, "the draftalign command")
             if answer.is_success and not (page or other):
                 return answer
             trouble = f"answered {answer.status_code}: {(answer.is_success and other) or _told(answer)}"
-            passing = answer.status_code == 429 or (answer.status_code >= 500 and _problem(answer)[0] != "run-damaged")
+            passing = page or answer.status_code == 429
+            passing |= answer.status_code >= 500 and _problem(answer)[0] != "run-damaged"
         finally:
             waiting.cancel()
         if not passing or time.monotonic() >= deadline:

@@ -47,7 +47,8 @@ class Summary(NamedTuple):
     """Of one moment.
 
     `counters`: all `COUNTERS`; 0 where nothing was counted yet. `oldest_queued`: arrival of the oldest batch that has
-    not ended, `last_arrival`: of the newest batch of all; Unix seconds by the clock of Redis. `outdated`: whether a
+    not ended, in Unix seconds by this host's clock. `last_arrival`: of the newest batch of all, in those by the clock
+    of Redis: it is compared with times of files, which may be another host's. `outdated`: whether a
     session of an earlier attempt goes on sending, and has sent of late: its batches are skipped. `dead_letters`: the
     newest `RECENT_BATCHES`, newest first. `worker`: its gauges, its `heartbeat` by this host's clock; unknown before
     its first sign of life. `times_scored`: how often a batch was scored. `last_report`: when an engine reported last,

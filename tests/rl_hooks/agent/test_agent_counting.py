@@ -256,8 +256,13 @@ def test_what_a_proxy_answers_is_not_the_services_word(
     service: Service, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture, status: int
 ) -> None:
     """It is said, and no contact. A verdict is sent once, and counts of what has gone do not change: both wait."""
+
+    def contact() -> float | None:
+        name = "draftalign_agent_last_contact_timestamp_seconds"
+        return agent.metrics.registry.get_sample_value(name, {"peer": "service"})
+
     first = service.publish(1)
-    with running_agent(service, engine, cache=tmp_path, canary=CanaryRule(rounds=200)):
+    with running_agent(service, engine, cache=tmp_path, canary=CanaryRule(rounds=200)) as agent:
         eventually(lambda: engine.version == first)
         settle(engine)
         engine.play(300, 3)
@@ -269,7 +274,9 @@ def test_what_a_proxy_answers_is_not_the_services_word(
         engine.play(200, 1)
         eventually(lambda: engine.version == first)
         eventually(lambda: all(path in caplog.text for path in ("POST /acceptance", "GET /drafter/latest")))
+        heard = contact()
         settle(engine, 6)
+        assert contact() == heard
         assert service.verdicts() == []
         service.proxys_page = None
         (verdict,) = eventually(service.verdicts)

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -543,3 +544,20 @@ def test_a_disk_that_always_says_that_no_inode_is_left_is_believed_only_where_no
     monkeypatch.setattr("service.storage.spool.os.statvfs", lambda _path: SimpleNamespace(f_files=1, f_favail=0))
     spool.check_takes_files()
     assert not list((tmp_path / "spool" / "tmp").iterdir())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user, and root again")
+@pytest.mark.parametrize(("mode", "takes"), [(0o755, False), (0o766, False), (0o777, True)])
+def test_a_spool_of_another_user_takes_files_only_where_its_mode_says_so(mode: int, takes: bool) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        tmp = root / "spool" / "tmp"
+        tmp.mkdir(parents=True)
+        for place, its in ((root, 0o755), (tmp.parent, 0o755), (tmp, mode)):
+            place.chmod(its)
+        os.setresuid(65534, 65534, 0)
+        try:
+            with contextlib.nullcontext() if takes else pytest.raises(PermissionError):
+                Spool(Layout(root)).check_takes_files()
+        finally:
+            os.setresuid(0, 0, 0)

@@ -220,6 +220,8 @@ def test_a_page_is_no_answer(service: RunningService) -> None:
     """Of a proxy before the service: a login, or that it is down for maintenance. Here it is the service's own page."""
     with pytest.raises(ConfigurationError, match=r"answered 200: <!doctype html>(?s:.*)is it a draftalign service\?"):
         call("GET", service.url, "/")
+    with pytest.raises(ConfigurationError, match=r"answered 200: # HELP (?s:.*)is it a draftalign service\?"):
+        call("GET", service.url, "/metrics")  # text, as "OK" is
 
 
 def test_a_service_that_restarts_is_asked_again_for_as_long_as_the_command_has_patience(
@@ -232,8 +234,9 @@ def test_a_service_that_restarts_is_asked_again_for_as_long_as_the_command_has_p
             pass
 
         def do_GET(self) -> None:
-            self.send_response(answers.pop(0))
+            self.send_response(status := answers.pop(0))
             self.send_header(wire.API_HEADER, str(wire.API_VERSION))
+            self.send_header("Content-Type", "text/plain" if status == 203 else "application/json")  # 203: of a proxy
             self.send_header("Content-Length", "2")
             self.end_headers()
             self.wfile.write(b"{}")
@@ -244,7 +247,7 @@ def test_a_service_that_restarts_is_asked_again_for_as_long_as_the_command_has_p
         thread.start()
         try:
             url = f"http://127.0.0.1:{server.server_port}"
-            answers += [503, 429, 200]
+            answers += [503, 429, 203, 200]
             assert call("GET", url, "/runs", patience=60.0).json() == {}
             for refusal, patience in ((404, 60.0), (503, 0.0)):
                 answers += [refusal, 200]

@@ -31,6 +31,7 @@ from drafter.training.trainer import DrafterTrainer
 from service.errors import RegistryBusy
 from service.monitor.controller import Action, Controller, Decision
 from service.storage.layout import Layout
+from service.storage.queue.keys import Keys
 from service.storage.registry import Registry
 from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint
 from service.worker.loop import LeaseLost, RunWorker
@@ -249,6 +250,28 @@ def test_asleep_while_it_opens_the_run(bench: Bench) -> None:
         if handover.successor is None:
             break
     assert {name for _, name in STEPS_OF_OPENING} <= set(done), done
+
+
+@pytest.mark.parametrize("step", [(service.worker.lineage, "write_kind"), (RecentRollouts, "add")])
+def test_what_the_successor_says_of_a_batch_stands(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, step: tuple[Any, str]
+) -> None:
+    """Nor does a paused worker set the gauges: counters that go back are taken for a restart by Prometheus."""
+    begin_eager(bench)
+    bench.post("asleep")
+    handover = Handover(bench, "it")
+    sleeper = handover.sleeper(**EAGER)
+    said: list[Any] = []
+
+    def take_over() -> None:
+        handover.take_over(**EAGER)
+        said.extend((bench.store.scores(), bench.redis.hgetall(Keys("default").worker)))
+
+    with handover.waking_up():
+        sleep_before_step(monkeypatch, [step], 1, take_over)
+        bench.drain(sleeper)
+    assert set(said[0]) == set(bench.posted)
+    assert [bench.store.scores(), bench.redis.hgetall(Keys("default").worker)] == said
 
 
 def test_what_won_against_a_drafter_that_is_no_longer_served_is_not_published(
