@@ -13,6 +13,12 @@ the tokens were drawn at. Tokens outside the draft vocabulary are left out: p on
 normaliser of the whole head, and so no head that is exactly of the policy's version. Where an offset of 0.002 nats of
 the normaliser tilted p by a fifth, it cancels.
 
+Of asynchronous rollouts other weights drew the tokens than the features are of: the law of a token is some s_t, whose
+log-probability the sampler sent. So each difference is weighted by w = p_t(x_t) / s_t(x_t), which makes its mean 0
+again: sum_v s_t(v) w(v) f(v) = sum_v p_t(v) f(v). Its variance is sum_v p_t(v) w(v) (q_t(v) - ...)^2, of which
+w (w - 1) (q_t(x_t) - ...)^2 beside the variance above is an estimate without bias. Where p is the sampler's law w is 1.
+An engine that is not lossless reports what it verified by and not what it emits, so weights do not hide it.
+
 Legend: T tokens, U rows that are looked at, D draft vocabulary.
 """
 
@@ -35,6 +41,8 @@ from drafter.policy import Policy, TargetHead
 _TOKENS = 8192
 _TOKENS_AT_ONCE = 2048
 _LOGITS_ELEMENTS = 1 << 24
+#: A token's weight at most: one log-probability that makes no sense must not outweigh all other tokens.
+_MOST_WEIGHT = 10.0
 
 
 class Excess(NamedTuple):
@@ -93,8 +101,12 @@ def _excess(drafter: DraftModel, batch: RolloutBatch, policy: Policy, policy_hea
         logits = policy_head.logit_map.apply(times_wide(states, head).float())
         p = (logits / batch.divisor).softmax(-1)
         mean = (p * q).sum(-1, keepdim=True)
-        excess = q.gather(1, proposed[part, None]) - mean
-        variance = (p * (q - mean) ** 2).sum(-1)
+        known = proposed[part, None]
+        own = logits.gather(1, known)[:, 0] / batch.divisor - batch.logsumexp[rows[part] + 1]
+        weight = (own - batch.logprobs[rows[part] + 2]).exp().clamp(max=_MOST_WEIGHT)
+        off = (q.gather(1, known) - mean)[:, 0]
+        excess = weight * off
+        variance = (p * (q - mean) ** 2).sum(-1) + weight * (weight - 1.0) * off**2
         sums += torch.stack([excess.double().sum(), variance.double().sum()])
     total, spread = sums.tolist()
     return Excess(total, spread, len(rows))

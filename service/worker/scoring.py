@@ -38,8 +38,6 @@ log = logging.getLogger("draftalign.worker")
 _NGRAM_TOKENS = 8192
 #: Of each prompt's rollouts one in four stands for all, but two at least.
 _SIBLINGS_FOR_ONE, _FEWEST_SIBLINGS = 4, 2
-#: Whose log-probabilities are further off the features, in nats on average, other weights may have drawn.
-_MOST_GAP_OF_OWN = 0.05
 #: Where there are many prompts, they are put into this number of shares, and a record tells what each share had.
 _SHARES = 16
 
@@ -126,8 +124,7 @@ def score_shared(
     batch, gap = _checked(ranks, policy, batch, order.gap_nats, order.seed)
     part = batch if len(order.looked) == batch.rollouts else batch.select(order.looked)
     found = replay_shared(ranks, drafters, policy, part, order)
-    own = order.served is not None and (gap is None or gap <= _MOST_GAP_OF_OWN)
-    favour = _favour(ranks, drafters[str(order.served)], part, policy) if own else None
+    favour = None if order.served is None else _favour(ranks, drafters[order.served], part, policy)
     return SharedScore(order, batch, gap, part, found, _ngram_shared(ranks, part, order.depth), favour)
 
 

@@ -15,7 +15,7 @@ _WHOLE: Final = 0.99
 class Training:
     """What was done since the candidate was last judged, and on how much it was judged since."""
 
-    trained_to: int | None = None  # newest policy version that the candidate was ever trained on
+    trained_to: int | None = None  # policy version of the last training; None: the candidate was never trained
     seconds: float | None = None  # of the last training, parts together, until it has been judged
     done: float = 0.0  # share of a whole training that those are
     tested: int = 0  # rollouts that the candidate was judged on since then

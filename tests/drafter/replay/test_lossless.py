@@ -30,6 +30,8 @@ def test_the_sums_are_those_of_their_definition(
 ) -> None:
     monkeypatch.setattr(lossless, "_LOGITS_ELEMENTS", 30)  # several chunks
     w = world(SHAPES[shape], temperature=temperature)
+    exact, noise = w.batch.logprobs, torch.randn(w.batch.tokens, generator=torch.Generator().manual_seed(0))
+    batch = replace(w.batch, logprobs=exact - noise.double())  # other weights drew the tokens
     weights = dict(w.drafter.named_parameters())
     kept = w.drafter.vocabulary.ids.tolist()
     documents = [cast(d, torch.float64) for d in w.documents]
@@ -41,10 +43,12 @@ def test_the_sums_are_those_of_their_definition(
         if token in kept and w.batch.loss_mask[row + 1]:  # else it was drawn without a draft
             q = (z / temperature).softmax(-1)
             p = (w.head[kept] @ w.batch.last_hidden[row + 1] / temperature).softmax(-1)
-            excess += float(q[kept.index(token)] - p @ q)
-            variance += float(p @ q**2 - (p @ q) ** 2)
+            off = float(q[kept.index(token)] - p @ q)
+            odds = min(math.exp(float(noise[row + 2])), 10.0)
+            excess += odds * off
+            variance += float(p @ q**2 - (p @ q) ** 2) + (odds**2 - odds) * off**2
             known += 1
-    found = drafters_favour(w.drafter, w.batch, w.policy)
+    found = drafters_favour(w.drafter, batch, w.policy)
     assert found is not None
     assert found.tokens == known > 0
     assert found.excess == pytest.approx(excess, rel=1e-5)
@@ -108,6 +112,25 @@ def colder(p: Tensor, q: Tensor, drafts: Tensor, **more: Any) -> tuple[Tensor, T
 def test_a_sampler_that_is_not_lossless_is_seen_in_the_tokens(verify: Verify, biased: bool) -> None:
     tilt, z = tilt_of(drawn(verify))
     assert (z > 4) if biased else abs(z) < 3.5, (tilt, z)
+
+
+@pytest.mark.parametrize(("verify", "biased"), [(REAL, False), (lax, True), (no_residual, True)])
+def test_that_older_weights_drew_the_tokens_is_no_bias_and_hides_none(verify: Verify, *, biased: bool) -> None:
+    """An asynchronous trainer sends features of newer weights, and the sampler's own log-probabilities."""
+    newer = TargetHead(policy_of(default_target()).needed_head().lm_head * 0.85)
+    late = [newer.normalise(replace(batch, normalised=False)) for batch in drawn(verify)]
+    tilt, z = tilt_of(late, of_policy=lambda policy: replace(policy, head=newer))
+    assert (z > 4) if biased else abs(z) < 3.5, (tilt, z)
+    recomputed = [replace(batch, logprobs=newer.token_logprobs(batch).nan_to_num()) for batch in late]
+    assert tilt_of(recomputed, of_policy=lambda policy: replace(policy, head=newer))[1] > 4, "so they must send them"
+
+
+def test_a_log_probability_that_makes_no_sense_does_not_outweigh_the_other_tokens() -> None:
+    batches = [replace(batch, logprobs=batch.logprobs.clone()) for batch in drawn(REAL)]
+    for batch in batches:
+        batch.logprobs[torch.nonzero(batch.loss_mask).flatten()[::1000]] = -100.0
+    tilt, z = tilt_of(batches)
+    assert abs(z) < 3.5, (tilt, z)
 
 
 def shifted(batch: RolloutBatch) -> RolloutBatch:

@@ -63,19 +63,6 @@ def test_a_batch_is_scored_before_it_is_trained_on(bench: Bench, tmp_path: Path)
         assert [record.favour.excess, record.favour.variance] == pytest.approx([expected.excess, expected.variance])
 
 
-@pytest.mark.parametrize(("off", "told"), [(0.03, True), (0.08, False)])
-def test_whether_speculation_is_lossless_is_not_said_of_tokens_that_older_weights_drew(
-    bench: Bench, off: float, *, told: bool
-) -> None:
-    """An asynchronous trainer sends the sampler's log-probabilities with the features of newer weights."""
-    bench.begin()
-    batch = bench.post("a", change=lambda tensors: tensors["logprobs"].sub_(off))
-    bench.drain(bench.worker())
-    record = bench.store.scores()[batch]
-    assert record.logprob_gap == pytest.approx(off, abs=0.01)
-    assert (record.favour is not None) == told
-
-
 @pytest.mark.parametrize("rollouts", [8, 32])
 def test_what_redis_keeps_of_a_batchs_scores_is_what_the_plan_counts(rollouts: int, bench: Bench) -> None:
     """Of batches whose rollouts each have a prompt of their own, while versions are published."""
