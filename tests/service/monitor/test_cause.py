@@ -556,13 +556,12 @@ def test_another_sampling_that_cost_nothing_is_usual_when_a_fall_comes() -> None
     assert until_alarm(monitor, rng, 60, 2.8, HOT) == "features, policy or prompts"
 
 
-@pytest.mark.parametrize(("stretch", "cost"), [(1, 0.04), (8, 0.0)])
-def test_samplings_that_always_alternated_are_not_why_all_fall(stretch: int, cost: float) -> None:
-    """Two ranks, or two kinds of prompts, with a temperature each; `cost`: of the warmer one."""
+def test_samplings_that_always_alternated_are_not_why_all_fall() -> None:
+    """Two ranks, or two kinds of prompts, with a temperature each. The warmer one costs 4 %."""
     monitor, rng, found = DriftMonitor(), np.random.default_rng(5), None
     for tick in range(380):
-        now = (WARM, HOT)[tick // stretch % 2]
-        alpha = (2.7 if tick >= 320 else 3.0) * (1 - cost if now == HOT else 1)
+        now = (WARM, HOT)[tick % 2]
+        alpha = (2.7 if tick >= 320 else 3.0) * (0.96 if now == HOT else 1)
         found = found or until_alarm(monitor, rng, 1, alpha, now)
         assert tick >= 320 or found is None, "no alarm before"
     assert found == "features, policy or prompts"
