@@ -323,7 +323,7 @@ TROUBLES: dict[str, tuple[Trouble, set[str | None]]] = {
     "features 20 %, policy 5 %": (Trouble(features=0.8, policy=0.95), {"features or selection"}),
     "temperature 1.3": (
         Trouble(policy=0.9, entropy=1.5, temperature=1.3),
-        {"sampling temperature from 1 to 1.3"},
+        {"sampling temperature"},
     ),
     "temperature 1.3, later a flatter policy": (
         Trouble(policy=0.9, entropy=1.5, temperature=1.3, warmer_before=True),

@@ -124,7 +124,8 @@ class RecentTicks:
         _, shift, shift_variance = max(starts, default=(since, rows[0].shift, rows[0].shift_variance))
         n = len(rows)
         alpha, expected = _mean([r.alpha for r in rows]), _mean([r.expected for r in rows])
-        moved = Estimate(_mean([r.shift for r in rows]) - shift, max(0.0, rows[-1].shift_variance - shift_variance))
+        shifts = [r.shift for r in rows]
+        moved = Estimate(_mean(shifts) - shift, max(0.0, rows[-1].shift_variance - shift_variance))
         if owed.value < min(moved.value, 0.0):
             moved = owed
         without = max(alpha - moved.value, alpha / 10)  # α had the version stayed
@@ -134,6 +135,7 @@ class RecentTicks:
         pairs = [(r.entropy or 0.0, r.entropy_expected or 0.0) for r in rows]
         entropies = [math.log(now / usual) for now, usual in pairs if now > 0 and usual > 0]
         held = Estimate(math.log(without / expected), noise + drafter_variance)
+        usual, origin = [one for lane in alarms for one in self.usual.get(lane, [])], _mean(shifts) - moved.value
         return Change(
             alarm=bool(alarms),
             rollouts=n * rollouts_per_tick,
@@ -141,45 +143,55 @@ class RecentTicks:
             held=held,
             drafter=Estimate(math.log(alpha / without), drafter_variance),
             entropy=Estimate(_mean(entropies), _variance_of_mean(entropies)) if len(entropies) > 1 else None,
-            resampled=_resampled(rows, [s for lane in alarms for s in self.usual.get(lane, [])], held, moved.value, sd),
+            resampled=self._resampled(rows, median_low(usual), held, origin, sd) if usual else None,
         )
 
+    def _resampled(
+        self, rows: Sequence[Row], before: SamplingSettings, held: Estimate, origin: float, sd: float
+    ) -> Resampled | None:
+        """Which part of `held` came with another sampling than `before`, the usual one. `rows`: since the fall began.
 
-def _resampled(
-    rows: Sequence[Row], usual: Sequence[SamplingSettings], held: Estimate, moved: float, sd: float
-) -> Resampled | None:
-    """Which part of `held` came with another sampling than the usual one.
-
-    All, unless ticks since the fall began that were sampled as usual show a fall that is no chance. A CUSUM begins some
-    ticks before the change, while they happen to be low, so three standard errors are asked for.
-    """
-    if not usual:
-        return None
-    before = _middle(usual)
-    others = [row.sampling for row in rows if row.sampling is not None and _is_another(row.sampling, before)]
-    if not others:
-        return None
-    as_before = [row for row in rows if row.sampling is None or not _is_another(row.sampling, before)]
-    if len(as_before) < _TELLING_TICKS:
-        return Resampled(before, _middle(others), held)
-    alpha, expected = _mean([r.alpha for r in as_before]), _mean([r.expected for r in as_before])
-    fell = math.log(max(alpha - moved, alpha / 10) / expected)
-    # The few ticks are among the many: what both show has the variance of the many.
-    variance = (sd / expected) ** 2 * (1 / len(as_before) - 1 / len(rows))
-    if fell > -_SURE * math.sqrt(held.variance + variance):
-        return Resampled(before, _middle(others), held)
-    return Resampled(before, _middle(others), Estimate(held.value - fell, variance))
-
-
-def _middle(samplings: Sequence[SamplingSettings]) -> SamplingSettings:
-    temperatures, top_ps, top_ks = zip(*samplings, strict=True)
-    return SamplingSettings(median_low(temperatures), median_low(top_ps), median_low(top_ks))
+        All, unless some ticks tell of a fall without a change of the sampling: those since the fall began that were
+        sampled as usual, or those before it that were sampled as the others are now. A CUSUM begins some ticks before
+        the change, while they happen to be low, so three standard errors are asked for. `origin`: the
+        shift of the version at the baseline.
+        """
+        others = [row for row in rows if _changed(row.sampling, before)]
+        if not others:
+            return None
+        now = median_low(row.sampling for row in others if row.sampling is not None)
+        as_before = [row for row in rows if not _changed(row.sampling, before)]
+        earlier = [row for row in self.rows if row.tick < rows[0].tick and _changed(row.sampling, before)]
+        as_now = [row for row in earlier if not _changed(row.sampling, now)]
+        parts = []
+        if len(as_before) >= _TELLING_TICKS:
+            # The few ticks are among the many: what both show has the variance of the many.
+            fewer = 1 / len(as_before) - 1 / len(rows)
+            parts.append(Estimate(held.value - _log_change(as_before, origin), fewer * (sd / rows[0].expected) ** 2))
+        if len(as_now) >= _TELLING_TICKS:
+            share, error = len(others) / len(rows), sd / rows[0].expected
+            parts.append(Estimate(share * _log_change(as_now, origin), (share * error) ** 2 / len(as_now)))
+        told = (p for p in parts if held.value - p.value < -_SURE * math.sqrt(held.variance + p.variance))
+        return Resampled(before, now, next(told, held))
 
 
-def _is_another(one: SamplingSettings, other: SamplingSettings) -> bool:
+def _log_change(rows: Sequence[Row], origin: float) -> float:
+    """Change of log α over some ticks, by anything but another version since its shift was `origin`."""
+    alpha, moved = _mean([row.alpha for row in rows]), _mean([row.shift for row in rows]) - origin
+    return math.log(max(alpha - moved, alpha / 10) / _mean([row.expected for row in rows]))
+
+
+def _changed(one: SamplingSettings | None, other: SamplingSettings) -> list[str]:
+    """What of the sampling differs, by the names that rollout files have for it; where it is not known, nothing."""
+    if one is None:
+        return []
     colder, warmer = sorted((one.temperature, other.temperature))
-    another = warmer > colder * math.exp(_OTHER_TEMPERATURE) or abs(one.top_p - other.top_p) > _OTHER_TOP_P
-    return another or one.top_k != other.top_k
+    differs = {
+        "temperature": warmer > colder * math.exp(_OTHER_TEMPERATURE),
+        "top_p": abs(one.top_p - other.top_p) > _OTHER_TOP_P,
+        "top_k": one.top_k != other.top_k,
+    }
+    return [name for name, another in differs.items() if another]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +254,11 @@ def cause_of(change: Change, engine: Estimate | None = None) -> Cause:
             None, "no part of the change is a fall beyond chance", None, change.rollouts, terms, change.entropy
         )
     together = {"policy": _policy_name(change, engine), "features": "features or selection"}
-    name = _sampling_name(change.resampled) if worst == "sampling" else together.get(worst, worst)
+    name = title = together.get(worst, worst)
+    if worst == "sampling" and change.resampled is not None:
+        name, title = _sampling_names(change.resampled)
     fell = falls[worst]
-    said = [f"{name} {_percent(fell.value)} ({_percent(fell.high)} to {_percent(fell.low)})"]
+    said = [f"{title} {_percent(fell.value)} ({_percent(fell.high)} to {_percent(fell.low)})"]
     said += [
         f"{other} {_percent(e.value)}" for other, e in terms.items() if other != worst and abs(e.value) > _LEAST_FALL
     ]
@@ -263,13 +277,16 @@ def _policy_name(change: Change, engine: Estimate | None) -> str:
     return f"policy {how}" if change.prompts is not None else f"policy {how}, or prompts"
 
 
-def _sampling_name(change: Resampled | None) -> str:
-    """What of the sampling was changed, from what to what."""
-    if change is None:
-        return "sampling"
-    titled = zip(("temperature", "top-p", "top-k"), change.before, change.now, strict=True)
-    changed = [f"{title} from {old:.3g} to {new:.3g}" for title, old, new in titled if f"{old:.3g}" != f"{new:.3g}"]
-    return f"sampling {', '.join(changed)}"
+def _sampling_names(change: Resampled) -> tuple[str, str]:
+    """What of the sampling was changed: as a cause, which is one of a few, and with the values."""
+    names = _changed(change.now, change.before)
+    pairs = [(name, _said(getattr(change.before, name)), _said(getattr(change.now, name))) for name in names]
+    values = [f"{name} from {before} to {now}" for name, before, now in pairs]
+    return f"sampling {' and '.join(names)}".strip(), f"sampling {' and '.join(values)}".strip()
+
+
+def _said(setting: float) -> str:
+    return f"{setting:.3g}" if isinstance(setting, float) else str(setting)
 
 
 def engine_change(scores: Sequence[HasSums], acceptances: Iterable[AcceptanceRecord]) -> Estimate | None:

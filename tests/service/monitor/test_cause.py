@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -402,15 +403,21 @@ def test_rounds_that_emitted_nothing_and_records_without_rounds_are_no_live_alph
 WARM, HOT = SamplingSettings(1.0), SamplingSettings(1.3)
 
 
-def sampled(*ticks: tuple[float, SamplingSettings | None], lane: str = "fast") -> Change:
-    """The change where α was 3 at first, by (α, sampling) of the ticks since."""
+Ticks = list[tuple[float, SamplingSettings | None]]
+
+
+def sampled(*ticks: tuple[float, SamplingSettings | None], lane: str = "fast", earlier: Ticks | None = None) -> Change:
+    """The change where α was 3 at first, by (α, sampling) of the ticks since. `earlier`: the last before that."""
     evidence = RecentTicks()
     for tick in range(40):
         evidence.sampling = WARM
         evidence.add(Row(tick, 3.0, 3.0, 3.0, 0.0, 0.0, sampling=WARM))
         evidence.calm(lane, tick)
         evidence.at_level(lane)
-    for tick, (alpha, sampling) in enumerate(ticks, 40):
+    for tick, (alpha, sampling) in enumerate(earlier or [], 40):
+        evidence.add(Row(tick, alpha, 3.0, 3.0, 0.0, 0.0, 1.5, 1.0, sampling))
+        evidence.calm(lane, tick)
+    for tick, (alpha, sampling) in enumerate(ticks, 40 + len(earlier or [])):
         evidence.add(Row(tick, alpha, 3.0, 3.0, 0.0, 0.0, 1.5, 1.0, sampling))
     change = change_of(evidence, lane, sd=0.03)
     assert change is not None
@@ -423,24 +430,38 @@ def test_another_temperature_is_named_as_the_files_tell_it() -> None:
     assert (change.resampled.before, change.resampled.now) == (WARM, HOT)
     for engine in (None, Estimate(0.0, SMALL)):
         why = cause_of(change, engine)
-        assert why.cause == "sampling temperature from 1 to 1.3"
+        assert why.cause == "sampling temperature"
         assert why.text == "sampling temperature from 1 to 1.3 −10 % (−9 % to −11 %); entropy +50 %"
         assert why.terms["sampling"].value == pytest.approx(math.log(0.9))
         assert why.terms["policy"].value == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize(
-    ("now", "name"),
+    ("now", "said"),
     [
-        (SamplingSettings(0.7), "sampling temperature from 1 to 0.7"),
-        (SamplingSettings(1.0, 0.95), "sampling top-p from 1 to 0.95"),
-        (SamplingSettings(1.0, 1.0, 50), "sampling top-k from 0 to 50"),
-        (SamplingSettings(0.6, 0.9, 20), "sampling temperature from 1 to 0.6, top-p from 1 to 0.9, top-k from 0 to 20"),
-        (SamplingSettings(1.01), "policy flattened"),
+        (SamplingSettings(0.7), "temperature from 1 to 0.7"),
+        (SamplingSettings(1e-300), "temperature from 1 to 1e-300"),
+        (SamplingSettings(1.0, 0.95), "top_p from 1 to 0.95"),
+        (SamplingSettings(1.0, 1.0, 50_000), "top_k from 0 to 50000"),
+        (SamplingSettings(1.01, 0.9, 20), "top_p from 1 to 0.9 and top_k from 0 to 20"),
+        (SamplingSettings(0.6, 0.9, 20), "temperature from 1 to 0.6 and top_p from 1 to 0.9 and top_k from 0 to 20"),
     ],
 )
-def test_whatever_of_the_sampling_was_changed_is_named(now: SamplingSettings, name: str) -> None:
-    assert cause_of(sampled(*[(2.7, now)] * 9)).cause == name
+def test_whatever_of_the_sampling_was_changed_is_named(now: SamplingSettings, said: str) -> None:
+    """The cause is a metric's label, so it has no values."""
+    why = cause_of(sampled(*[(2.7, now)] * 9))
+    assert why.text.startswith(f"sampling {said} \N{MINUS SIGN}10 % (")
+    assert why.cause == f"sampling {re.sub(r' from [^ ]+ to [^ ]+', '', said)}"
+
+
+def test_a_percent_of_the_temperature_is_no_other_sampling() -> None:
+    assert cause_of(sampled(*[(2.7, SamplingSettings(1.01))] * 9)).cause == "policy flattened"
+
+
+def test_of_samplings_that_alternate_one_is_named() -> None:
+    """The middle value of each setting by itself would be the usual one."""
+    change = sampled(*[(2.7, SamplingSettings(0.7)), (2.7, SamplingSettings(1.0, 0.9)), (2.7, HOT)] * 3)
+    assert cause_of(change).text.startswith("sampling top_p from 1 to 0.9 ")
 
 
 def test_a_fall_that_the_usual_sampling_shows_too_is_none_of_the_other_sampling() -> None:
@@ -453,12 +474,43 @@ def test_a_fall_that_the_usual_sampling_shows_too_is_none_of_the_other_sampling(
     assert why.cause == "features or policy"
     assert why.terms["policy"].variance == pytest.approx(policy.held.variance + policy.resampled.held.variance)
     validations = sampled(*[(3.0, WARM)] * 5, *[(2.7, HOT)] * 12)
-    assert cause_of(validations).cause == "sampling temperature from 1 to 1.3"
+    assert cause_of(validations).cause == "sampling temperature"
     few = sampled(*[(2.7, WARM)] * 4, *[(2.7, HOT)] * 12)
-    assert cause_of(few).cause == "sampling temperature from 1 to 1.3", "four ticks do not tell"
+    assert cause_of(few).cause == "sampling temperature", "four ticks do not tell"
     dip = sampled(*[(2.97, WARM)] * 6, *[(2.9, HOT)] * 6)
     assert dip.resampled is not None
     assert dip.resampled.held == dip.held, "six ticks that are a standard deviation low, before the change, are chance"
+
+
+def test_what_another_sampling_cost_before_a_fall_is_its_part() -> None:
+    """Ticks that were sampled as now before the fall began tell what that costs: nothing here, or a part."""
+    fell = [(2.7, HOT)] * 9
+    free = sampled(*fell, earlier=[(3.0, HOT)] * 5)
+    assert free.resampled is not None
+    assert free.resampled.held == Estimate(0.0, pytest.approx((0.03 / 3) ** 2 / 5))
+    assert cause_of(free).cause == "features or policy"
+    half = cause_of(sampled(*fell, earlier=[(2.85, HOT)] * 8)).terms
+    assert half["sampling"].value == pytest.approx(math.log(2.85 / 3))
+    assert half["policy"].value == pytest.approx(math.log(2.7 / 2.85))
+    for told in ([(3.0, HOT)] * 4, [(2.7, HOT)] * 8, [(3.0, SamplingSettings(1.6))] * 8, [(3.0, WARM)] * 8):
+        assert cause_of(sampled(*fell, earlier=told)).cause == "sampling temperature", "nothing tells of it"
+    sometimes = sampled(*[(2.7, HOT), (2.7, WARM)] * 4, earlier=[(2.85, HOT)] * 8)
+    assert cause_of(sometimes).terms["sampling"].value == pytest.approx(math.log(2.85 / 3) / 2), "in half of the ticks"
+
+
+def test_another_version_that_came_meanwhile_is_none_of_what_a_sampling_cost() -> None:
+    """A version that is 0.3 better came before the fall; `Row.shift` says so, and the baseline has not risen."""
+    evidence = RecentTicks(usual={"fast": [WARM] * 32})
+    for tick in range(8):
+        evidence.add(Row(tick, 2.7, 3.0, 3.0, 0.0, 0.0, sampling=HOT))
+    evidence.shift = 0.3
+    evidence.calm("fast", 7)
+    for tick in range(8, 16):
+        evidence.add(Row(tick, 2.7, 3.0, 3.0, 0.3, 0.0, sampling=HOT))
+    change = change_of(evidence, "fast", sd=0.03)
+    assert change is not None
+    assert cause_of(change).cause == "features or policy"
+    assert cause_of(change).terms["sampling"].value == pytest.approx(0.0)
 
 
 def test_what_engines_did_not_lose_is_not_the_samplings() -> None:
@@ -490,7 +542,7 @@ def test_a_fall_by_another_sampling_keeps_its_name_after_it_was_acknowledged() -
     monitor, rng = DriftMonitor(), np.random.default_rng(5)
     assert until_alarm(monitor, rng, 300, 3.0, WARM) is None
     for _ in range(3):
-        assert until_alarm(monitor, rng, 60, 2.8, HOT) == "sampling temperature from 1 to 1.3"
+        assert until_alarm(monitor, rng, 60, 2.8, HOT) == "sampling temperature"
         for _ in range(60):
             monitor.observe([2.8] * 64, [1.0] * 64, sampling=HOT)
         monitor.acknowledge()
@@ -502,6 +554,17 @@ def test_another_sampling_that_cost_nothing_is_usual_when_a_fall_comes() -> None
     assert until_alarm(monitor, rng, 300, 3.0, WARM) is None
     assert until_alarm(monitor, rng, 300, 3.0, HOT) is None
     assert until_alarm(monitor, rng, 60, 2.8, HOT) == "features, policy or prompts"
+
+
+def test_samplings_that_always_alternated_are_not_why_all_fall() -> None:
+    """Two ranks, or two kinds of prompts, with a temperature each. The warmer one costs 4 %."""
+    monitor, rng, found = DriftMonitor(), np.random.default_rng(5), None
+    for tick in range(380):
+        now = (WARM, HOT)[tick % 2]
+        alpha = (2.7 if tick >= 320 else 3.0) * (0.96 if now == HOT else 1)
+        found = found or until_alarm(monitor, rng, 1, alpha, now)
+        assert tick >= 320 or found is None, "no alarm before"
+    assert found == "features, policy or prompts"
 
 
 def test_a_correction_of_a_version_keeps_how_its_ticks_were_sampled() -> None:

@@ -658,7 +658,7 @@ def test_a_drift_alarm_says_that_the_sampling_was_changed_from_what_to_what() ->
     resampled = Resampled(SamplingSettings(1.0), now, held)
     change = Change(rollouts=640, alarm=True, held=held, drafter=Estimate(0.0, 1e-4), resampled=resampled)
     said = headline(facts(drift_alarm=True, drift_alpha=2.5, drift_level=3.4, cause=cause_of(change)))
-    assert "3.40, by sampling temperature from 1 to 0.7, top-p from 1 to 0.95 \N{MINUS SIGN}26 % (" in said.text
+    assert "3.40, by sampling temperature from 1 to 0.7 and top_p from 1 to 0.95 \N{MINUS SIGN}26 % (" in said.text
 
 
 def test_harder_prompts_are_a_note_and_no_drift() -> None:

@@ -353,12 +353,21 @@ def test_a_worker_that_a_person_silenced_raises_no_alarm() -> None:
     assert value(render({"a": replace(silent, state=RunState("draining"))}), name, run="a") == 10.0
 
 
-def test_the_cause_of_an_alarm_says_from_what_to_what_the_sampling_was_changed() -> None:
+@pytest.mark.parametrize(
+    ("now", "cause"),
+    [
+        ([0.7, 1.0, 0], "sampling temperature"),
+        ([0.7123, 1.0, 0], "sampling temperature"),
+        ([0.7, 0.9, 20], "sampling temperature and top_p and top_k"),
+        ([1.0, 1.0, 0], "sampling"),
+    ],
+)
+def test_the_label_of_another_sampling_has_no_values(now: list[float], cause: str) -> None:
+    """A schedule would make a series for each of them."""
     held = {"value": -0.2, "variance": 0.0001}
-    resampled = {"before": [1.0, 1.0, 0], "now": [0.7, 1.0, 0], "held": held}
     change = {"rollouts": 640, "alarm": True, "held": held, "drafter": {"value": 0, "variance": 0}}
-    text = render({"a": stored(worker={"drift_change": change | {"resampled": resampled}})})
-    cause = "sampling temperature from 1 to 0.7"
+    change["resampled"] = {"before": [1.0, 1.0, 0], "now": now, "held": held}
+    text = render({"a": stored(worker={"drift_change": change})})
     assert value(text, "draftalign_drift_cause", run="a", cause=cause) == pytest.approx(-0.1813, abs=1e-4)
     assert value(text, "draftalign_drift_part", run="a", part="sampling") == pytest.approx(-0.1813, abs=1e-4)
     assert value(text, "draftalign_drift_part", run="a", part="policy") == 0.0
