@@ -373,11 +373,13 @@ class LogitMap:
 
 
 def other_api(headers: Mapping[str, str], client: str) -> str:
-    """What to say where the headers of the service's answer (names in lower case) tell of another contract; or ""."""
-    if (theirs := headers.get(API_HEADER.lower())) == str(API_VERSION):
+    """What to say where the headers of the service's answer (names in lower case) tell of another contract; or "".
+
+    An answer without a number may be of this contract: a proxy may remove headers that it does not know.
+    """
+    if (theirs := headers.get(API_HEADER.lower(), str(API_VERSION))) == str(API_VERSION):
         return ""
-    said = "none, so it is of before 29 November 2026, or no draftalign" if theirs is None else repr(theirs[:20])
-    return f"expected {API_HEADER}: {API_VERSION} in the answer, got {said}; use {client} of the service's version"
+    return f"expected {API_HEADER}: {API_VERSION}, got {theirs[:20]!r}; use {client} of the service's version"
 
 
 def is_finite_number(value: object) -> bool:

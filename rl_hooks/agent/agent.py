@@ -286,6 +286,9 @@ class SwapAgent:
             timeout_seconds=config.request_timeout_seconds + config.wait_seconds,
         )
         status = response.status_code
+        if (other := wire.other_api(response.headers, "the agent")) and other != self._answers.other:
+            self._answers.other = other
+            log.warning("%s: %s. It goes on", self._name(SERVICE), other)
         if status not in (200, 304, 404):
             raise ManifestError(f"GET /drafter/latest answered {status}: {response.refusal()[1]}")
         if config.public_keys is not None:
@@ -297,9 +300,6 @@ class SwapAgent:
             raise ManifestError(f"GET /drafter/latest answered 404, not of the service: {response.text[:300]}")
         manifest = _manifest(response, config.run) if status == 200 else None  # else a proxy's page were a contact
         self.metrics.last_contact.labels(SERVICE).set_to_current_time()
-        if (other := wire.other_api(response.headers, "the agent")) != self._answers.other:
-            self._answers.other = other
-            log.warning("%s: %s. It goes on", self._name(SERVICE), other or "speaks the agent's contract again")
         if manifest is not None and await self._take(manifest, response.headers.get("ETag", "")):
             return
         if status == 404 and self.offer is None:

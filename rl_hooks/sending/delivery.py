@@ -189,14 +189,14 @@ class ServiceClient:
     def _judge(self, job: Job, reply: Reply, *, first: bool) -> str | None:
         """The counter that belongs to a final answer; None: try again. `first`: to the first try."""
         self.tally.add("bytes_sent", reply.body_bytes_sent)
+        if other := wire.other_api(reply.headers, "rl_hooks"):
+            self.tally.warn("api", f"{self._name(job)}: {other}. It goes on")
         registers, kind = job.path == run_path(self.service.run), reply.fields.get("type")
         if 200 <= reply.status < 300:
             fields = reply.fields
             if registers:
                 self.not_registered, self.lost = "", False  # an earlier try was refused
                 self.joined = reply.status == 200
-                if other := wire.other_api(reply.headers, "rl_hooks"):
-                    self.tally.note("api", f"{self._name(job)}: {other}. It goes on")
             warning = fields.get("warning")
             if isinstance(warning, str) and warning:
                 self.tally.note(f"warning {fields.get('warning_code')}", f"the drafter service says: {warning}")

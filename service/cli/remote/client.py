@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import getpass
 import os
 import threading
@@ -31,6 +32,7 @@ _READ_SECONDS: Final = 15.0
 #: Longer than the service waits for locks and reads a drafter. A command that gave up earlier would report a failure,
 #: and the service would make the change all the same.
 _CHANGE_SECONDS: Final = 120.0
+_ALL_THE_SAME: Final = "what was asked all the same: look before you ask again"
 
 #: What helps, by a word in the error of a connection.
 _HINTS = {
@@ -92,8 +94,6 @@ def call(
     """
     import httpx
 
-    from rl_hooks import wire
-
     deadline = time.monotonic() + patience
     seconds = timeout or (_READ_SECONDS if method == "GET" else _CHANGE_SECONDS)
     while True:
@@ -112,24 +112,50 @@ def call(
         except httpx.HTTPError as error:
             hint = next((f"; {hint}" for sign, hint in _HINTS.items() if sign in str(error)), "")
             if isinstance(error, httpx.ReadTimeout) and method != "GET":
-                hint = "; it may do what was asked all the same: look before you ask again"
+                hint = f"; it may do {_ALL_THE_SAME}"
             trouble, passing = f"does not answer: {error}{hint}", True
         else:
-            kind = answer.headers.get("Content-Type", "").partition(";")[0].strip()
-            # The service answers with JSON, with a file, or with nothing to a DELETE: all else is a proxy's.
-            ours = kind in ("application/json", wire.CONTENT_TYPE) or (answer.status_code == 204 and method == "DELETE")
-            page = answer.is_success and not ours
-            other = "" if page else wire.other_api(answer.headers, "the draftalign command")
-            if answer.is_success and not (page or other):
+            if not (fault := _fault(service, answer)):
                 return answer
-            trouble = f"answered {answer.status_code}: {(answer.is_success and other) or _told(answer)}"
-            passing = page or answer.status_code == 429
+            trouble = f"answered {answer.status_code}: {fault}"
+            passing = _is_page(answer) or answer.status_code == 429
             passing |= answer.status_code >= 500 and _problem(answer)[0] != "run-damaged"
         finally:
             waiting.cancel()
         if not passing or time.monotonic() >= deadline:
             raise ConfigurationError(f"{service} {trouble}")
         time.sleep(_PAUSE_SECONDS)
+
+
+def _fault(service: str, answer: httpx.Response) -> str:
+    """Why an answer is not the success of a service of this contract; empty if it is, or may be."""
+    from rl_hooks import wire
+
+    if _is_page(answer):
+        return _told(answer)
+    faults = [] if answer.is_success else [_told(answer)]
+    if other := wire.other_api(answer.headers, "the draftalign command"):
+        faults.append(other)
+        if answer.is_success and answer.request.method != "GET":
+            faults.append(f"it may have done {_ALL_THE_SAME}")
+    elif answer.is_success and wire.API_HEADER not in answer.headers:
+        _warn(f"{service} answers without {wire.API_HEADER}: a proxy removes it, or this is no draftalign of today")
+    return "; ".join(faults)
+
+
+def _is_page(answer: httpx.Response) -> bool:
+    """Whether a success is a proxy's: the service answers with JSON, with a file, or with nothing to a DELETE."""
+    from rl_hooks import wire
+
+    kind = answer.headers.get("Content-Type", "").partition(";")[0].strip()
+    ours = kind in ("application/json", wire.CONTENT_TYPE)
+    return answer.is_success and not (ours or (answer.status_code == 204 and answer.request.method == "DELETE"))
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Say it, once for each text."""
+    typer.echo(f"warning: {text}", err=True)
 
 
 def _problem(answer: httpx.Response) -> tuple[str, str]:

@@ -199,7 +199,7 @@ class Peer(abc.ABC):
         handler: BaseHTTPRequestHandler, status: int, body: bytes = b"", headers: dict[str, str] | None = None
     ) -> None:
         handler.send_response(status)
-        for key, value in ({wire.API_HEADER: str(wire.API_VERSION)} | (headers or {})).items():
+        for key, value in (headers or {}).items():
             handler.send_header(key, value)
         handler.send_header("Content-Length", str(len(body)))
         handler.end_headers()

@@ -29,7 +29,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def run(*command: str, cwd: Path = PROMETHEUS) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
 
 
 def check_command(arguments: Sequence[str]) -> None:

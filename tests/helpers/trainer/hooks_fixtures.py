@@ -153,7 +153,7 @@ def receiver(port: int = 0) -> Iterator[Receiver]:
         def _reply(self, status: int, headers: dict[str, str], body: Any) -> None:
             data = json.dumps(body).encode()
             self.send_response(status)
-            for name, value in ({wire.API_HEADER: str(wire.API_VERSION)} | headers).items():
+            for name, value in headers.items():
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()

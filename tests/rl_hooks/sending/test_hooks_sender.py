@@ -908,15 +908,17 @@ def test_a_warning_of_the_service_reaches_the_log_once(caplog: pytest.LogCapture
         sender.close()
 
 
+@pytest.mark.parametrize("status", [200, 404])
 @pytest.mark.parametrize("number", ["1", "2"])
-def test_a_registration_that_a_service_of_another_contract_takes_is_told_in_the_log(
-    number: str, caplog: pytest.LogCaptureFixture
+def test_a_service_of_another_contract_is_told_in_the_log_once(
+    number: str, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with receiver() as service, caplog.at_level(logging.WARNING, "rl_hooks"):
-        service.answer = lambda _: (200, {wire.API_HEADER: number}, {})
+        service.answer = lambda _: (status, {wire.API_HEADER: number}, {})
         sender = RolloutSender(service.url)
-        sender.submit_job(Job("PUT", "/runs/default", lambda: [b"run"], 3, keep=True))
-        assert finished(sender)["sent"] == 1
-        said = f"expected Draftalign-Api: 1 in the answer, got '{number}'; use rl_hooks of the service's version"
-        assert [said in r.message for r in caplog.records] == [True] * (number != "1")
+        for path in ("/runs/default/head", "/rollouts?run=default"):
+            sender.submit_job(Job("POST", path, lambda: [b"file"], 3))
+        finished(sender)
+        said = f"expected Draftalign-Api: 1, got '{number}'; use rl_hooks of the service's version. It goes on"
+        assert caplog.text.count(said) == (number == "2")
         sender.close()

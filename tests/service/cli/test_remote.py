@@ -200,20 +200,34 @@ def test_a_wrong_address_is_said_to_be_one(service: RunningService, url: str, wo
 def test_a_service_of_another_contract_is_said_to_be_one(
     service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its answers may mean something else: `GET /runs` was a list before there was a number."""
+    service.register()
+    monkeypatch.setattr(wire, "API_VERSION", 2)
 
-    def refused() -> str:
-        told = CliRunner().invoke(app, ["runs", "--service", service.url])
+    def refused(*command: str) -> str:
+        told = CliRunner().invoke(app, [*command, "--service", service.url])
         assert isinstance(told.exception, ConfigurationError)
         return str(told.exception)
 
-    monkeypatch.setattr(wire, "API_VERSION", 2)
-    assert refused().endswith(
-        "answered 200: expected Draftalign-Api: 2 in the answer, got '1'; use the draftalign command of the service's "
-        "version"
-    )
+    other = "expected Draftalign-Api: 2, got '1'; use the draftalign command of the service's version"
+    assert refused("runs") == f"{service.url} answered 200: {other}"
+    told = refused("state", "paused", "--run", "default")
+    assert told.endswith(f"{other}; it may have done what was asked all the same: look before you ask again")
+    assert service.client.get("/runs/default").json()["state"] == "paused"
+    told = refused("state", "--run", "other")  # a call that another contract does not have is answered 404
+    assert "answered 404: " in told
+    assert told.endswith(f"; {other}")
+
+
+def test_a_service_whose_number_a_proxy_removes_is_used_with_one_warning(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.register()
     monkeypatch.setattr(wire, "API_HEADER", "X-Other")
-    assert "got none, so it is of before 29 November 2026, or no draftalign" in refused()
+    told = CliRunner().invoke(app, ["state", "--service", service.url])
+    assert (told.exit_code, told.stdout.startswith("run default is active: ")) == (0, True)
+    assert told.stderr == (
+        f"warning: {service.url} answers without X-Other: a proxy removes it, or this is no draftalign of today\n"
+    )
 
 
 def test_a_page_is_no_answer(service: RunningService) -> None:
