@@ -241,8 +241,6 @@ def _all_was_offered(engines: Collection[Sequence[Block]], sent: Mapping[int | N
     ends = [policy for policy in scored[:-1] if begun <= policy <= max(known)]
     span = [p for p in replays.answered if p is not None and ends[0] < p <= ends[-1]] if ends else []
     emitted = math.fsum(replays.answered[policy] for policy in span)
-    if (sums := _sums_unnamed(engines, scored)) is not None:
-        emitted, span = sums[0], list(sums[1])
     return 0 < COVERED * emitted <= math.fsum(replays.offered.get(policy, 0.0) for policy in span)
 
 
