@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import pairwise
 from operator import add
 from typing import Final
 
@@ -189,8 +188,6 @@ class Replays:
         self._of: defaultdict[int | None, dict[str, VersionReplay]] = defaultdict(dict)
         for (version, policy), replay in self._replays.items():
             self._of[policy][version] = replay
-        scored = sorted(policy for policy in self._of if policy is not None and policy not in self.uneven)
-        self._after = dict(pairwise(scored))
         self._windows: dict[tuple[str, int | None], VersionReplay] = {}
         self.siblings = self.prompts.siblings
         spread = _spread(prompts, 1.0)
@@ -250,7 +247,9 @@ class Replays:
         if block.named:
             return self._replays.get(key)
         if key not in self._windows:
-            around = (self._replays.get((key[0], policy)) for policy in (key[1], self._after.get(key[1])))
+            later = (policy for policy in self._of if policy is not None and policy > key[1])
+            after = min((policy for policy in later if policy not in self.uneven), default=None)
+            around = (self._replays.get((key[0], policy)) for policy in {key[1], after} - {None})
             known = [replay for replay in around if replay is not None]
             if not known:
                 return None
