@@ -241,7 +241,7 @@ class Replays:
 
         Where the engine names none, those of the next one count as well: the batch of what it draws has not come yet.
         """
-        if block.policy_version in self.uneven:
+        if block.policy_version in self.uneven or block.policy_version not in self._of:
             return None
         key = block.drafter_version, block.policy_version
         if block.named:
