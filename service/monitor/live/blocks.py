@@ -31,6 +31,7 @@ class Block:
 
     `tokens`: emitted. `drafted`: None where it is not known. `accepted`: by position, empty where it is not known.
     `since`: the report with which the engine last became `idle`, or ceased to be it, in Unix seconds.
+    `named`: whether the engine named the policy version; else it is the newest of which a batch had come.
     """
 
     drafter_version: str
@@ -44,6 +45,7 @@ class Block:
     finished: int | None = None  # requests that ended in it
     running: int | None = None  # requests at its end
     most_running: int | None = None  # at the end of any report in it
+    named: bool = True
 
     @property
     def alpha(self) -> float:
@@ -59,10 +61,11 @@ class Block:
 
     def joins(self, other: Block) -> bool:
         """Whether both may become one block: same versions, both idle or neither, and the same counts known."""
-        same = (self.drafter_version, self.policy_version, self.idle) == (
+        same = (self.drafter_version, self.policy_version, self.idle, self.named) == (
             other.drafter_version,
             other.policy_version,
             other.idle,
+            other.named,
         )
         known, also = ((bool(one.accepted), one.drafted is None, one.finished is None) for one in (self, other))
         return same and known == also
@@ -92,8 +95,11 @@ class Block:
         )
 
 
-def counted(blocks: Sequence[Block], more: AcceptanceRecord) -> tuple[Block, ...]:
-    """Add `more`, the growth of counts since the report before, to `blocks` (oldest first). At most `KEPT_BLOCKS`."""
+def counted(blocks: Sequence[Block], more: AcceptanceRecord, *, named: bool = True) -> tuple[Block, ...]:
+    """Add `more`, the growth of counts since the report before, to `blocks` (oldest first). At most `KEPT_BLOCKS`.
+
+    `named`: as of a `Block`.
+    """
     tokens, compared = more.emitted, more.ours and more.drafting != TREES
     if not compared or more.rounds <= 0 or tokens is None or more.policy_version is None or _is_of_two(more):
         return tuple(blocks)
@@ -111,6 +117,7 @@ def counted(blocks: Sequence[Block], more: AcceptanceRecord) -> tuple[Block, ...
         more.finished_requests,
         more.running_requests,
         more.running_requests,
+        named,
     )
     last = blocks[-1] if blocks else None
     if last is not None and last.idle == new.idle:

@@ -172,7 +172,9 @@ class Scan:
             before = self._of[replay]
             self._of[replay] = now = before + matched.expected
             self._squares += (spread + matched.replay.flips) * matched.expected**2 / matched.rounds
-            self._squares += spread * (now * now - before * before) / matched.replay.rounds
+            # Two windows of versions that no engine named share one of them.
+            own = matched.replay.rounds / (1 if matched.block.named else 2)
+            self._squares += spread * (now * now - before * before) / own
         self._outlier = max(self._outlier, outlier * self._outliers)
         self._tokens += matched.tokens
         self._expected += matched.expected

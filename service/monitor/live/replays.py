@@ -188,6 +188,7 @@ class Replays:
         self._of: defaultdict[int | None, dict[str, VersionReplay]] = defaultdict(dict)
         for (version, policy), replay in self._replays.items():
             self._of[policy][version] = replay
+        self._windows: dict[tuple[str, int | None], VersionReplay] = {}
         self.siblings = self.prompts.siblings
         spread = _spread(prompts, 1.0)
         self.spread = _spread(rollouts, _DESIGN_EFFECT) if spread is None else spread
@@ -236,10 +237,24 @@ class Replays:
         return found
 
     def get(self, block: Block) -> VersionReplay | None:
-        """Replay of the block's drafter version on rollouts of its policy version."""
-        if block.policy_version in self.uneven:
+        """Replay of the block's drafter version on rollouts of its policy version.
+
+        Where the engine names none, those of the next one count as well: the batch of what it draws has not come yet.
+        """
+        if block.policy_version in self.uneven or block.policy_version not in self._of:
             return None
-        return self._replays.get((block.drafter_version, block.policy_version))
+        key = block.drafter_version, block.policy_version
+        if block.named:
+            return self._replays.get(key)
+        if key not in self._windows:
+            later = (policy for policy in self._of if policy is not None and policy > key[1])
+            after = min((policy for policy in later if policy not in self.uneven), default=None)
+            around = (self._replays.get((key[0], policy)) for policy in {key[1], after} - {None})
+            known = [replay for replay in around if replay is not None]
+            if not known:
+                return None
+            self._windows[key] = _pooled(known)  # one object for all blocks: its error is common to them
+        return self._windows[key]
 
     def others(self, block: Block) -> Mapping[str, VersionReplay]:
         """Replay of the other versions that were scored on rollouts of the block's policy version."""

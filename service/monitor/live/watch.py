@@ -214,6 +214,8 @@ def _unsent_prompts_explain(
     policies = known & {*scored[1:-1]} or known & {*scored}
     in_batches = math.fsum(sent[policy] for policy in policies)
     emitted = math.fsum(replays.answered[policy] for policy in policies)
+    if matched and (sums := _sums_unnamed(engines.values(), scored)) is not None:
+        emitted, in_batches = sums[0], math.fsum(sent.get(policy, 0.0) for policy in sums[1])
     if any(one.block.by_prompt for one in matched) or not 0 < in_batches < COVERED * emitted:
         return False
     versions = defaultdict[str, list[Matched]](list)
@@ -240,6 +242,26 @@ def _all_was_offered(engines: Collection[Sequence[Block]], sent: Mapping[int | N
     span = [p for p in replays.answered if p is not None and ends[0] < p <= ends[-1]] if ends else []
     emitted = math.fsum(replays.answered[policy] for policy in span)
     return 0 < COVERED * emitted <= math.fsum(replays.offered.get(policy, 0.0) for policy in span)
+
+
+def _sums_unnamed(engines: Collection[Sequence[Block]], scored: Sequence[int]) -> tuple[float, range] | None:
+    """Tokens that engines emitted for a range of policy versions, and this range, where some do not name theirs.
+
+    None: all do, or too little is known. `scored`: versions with scored batches, ascending. Such rounds are booked
+    under the newest version of which a batch had come: one may have those of two versions, and another none. So sums
+    are compared, from the first version to the last but one under which rounds are booked.
+    """
+    blocks = [block for of in engines for block in of]
+    if len(scored) < 3 or all(block.named for block in blocks):
+        return None
+    full = [of[0].policy_version for of in engines if len(of) >= KEPT_BLOCKS]
+    booked = sorted({block.policy_version for block in blocks})
+    first = max(scored[0], *full, booked[0])
+    whole = [policy for policy in booked[:-1] if first < policy <= scored[-2]]
+    if not whole:
+        return None
+    emitted = math.fsum(block.tokens for block in blocks if first < block.policy_version <= whole[-1])
+    return emitted, range(first + 1, whole[-1] + 1)
 
 
 def _name_verdict(

@@ -95,11 +95,19 @@ class Account:
         document |= {"lives": self.lives, "behind": self.behind}
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
 
-    def add(self, record: AcceptanceRecord, previous: AcceptanceRecord | None, more: AcceptanceRecord) -> None:
+    def add(
+        self,
+        record: AcceptanceRecord,
+        previous: AcceptanceRecord | None,
+        more: AcceptanceRecord,
+        *,
+        named: bool = True,
+    ) -> None:
         """Add to the sums the difference between `record` and `previous`, which it replaces.
 
-        `more`: the counts since the report before. The drafter, and its pair with the policy version, become the newest
-        ones. Without a `previous`, kept blocks of this pair are of another attempt, and are dropped.
+        `more`: the counts since the report before. `named`: whether they name their policy version. The drafter, and
+        its pair with the policy version, become the newest ones. Without a `previous`, kept blocks of this pair are of
+        another attempt, and are dropped.
         """
         drafter, key = str(record.drafter_version), (str(record.drafter_version), record.policy_version)
         before = previous or AcceptanceRecord()
@@ -111,7 +119,7 @@ class Account:
         if record.life is not None and record.life not in self.lives:
             kept = kept if not self.lives else []
             self.lives = (*self.lives, record.life)[-_LIVES:]
-        self.blocks = counted(kept, more)
+        self.blocks = counted(kept, more, named=named)
         if more.rounds and key in self.apart:
             self.apart.remove(key)
         if key not in self.apart:
@@ -266,7 +274,7 @@ class EngineCounts:
                 changes.unplaced[own] = report
             if more.rounds:
                 record = replace(record, behind=account.note(report, outdated=outdated))
-            account.add(record, previous, more)
+            account.add(record, previous, more, named=not of_all)
             changes.set[name] = record
             await self._shrink(reporter, account, changes, returns)
         booked = await self._write(reporter, known, account, report.reported, changes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from helpers.worker.live_fixtures import ALPHAS, RULE, VERSION, block, known, score, sound
 
 from service.monitor.live.blocks import Block
-from service.monitor.live.engine import DEAD_ROUNDS
+from service.monitor.live.engine import DEAD_ROUNDS, Scan, at_common_depth
 from service.monitor.live.replays import Replays
 from service.monitor.live.watch import EngineVerdict, Watch, failed_pushes, push_is_due, watch
 
@@ -133,6 +134,48 @@ def test_what_policy_versions_without_a_batch_were_offered_is_compared_with_what
     assert not held(1.0, low[12:]), "a part of that, which nobody counted"
     assert held(1.0, low[:15])
     assert not held(0.7, low[:15]), "what the batch of version 20 was drawn from, nobody counted"
+
+
+@pytest.mark.parametrize("booked", [lambda drawn: drawn, lambda drawn: drawn - drawn % 2, lambda drawn: drawn - 1])
+def test_rounds_that_come_under_the_newest_version_of_a_batch_are_summed_over_versions(
+    booked: Callable[[int], int],
+) -> None:
+    """Engines do not name theirs. Steps are of unlike size, and rounds of two may come under one."""
+    sizes = [1024, 1536, 768, 1280, 1024, 896, 1664, 1152, 1024, 1280, 768, 1408]
+
+    def held(share: float) -> bool:
+        """Whether publishing is, if the trainer sends this share of what engines emitted."""
+        low = [sound(rounds, factor=0.5) for rounds in sizes]
+        engine = [replace(one, policy_version=booked(1 + n), named=False) for n, one in enumerate(low)]
+        sent = [round(share * 2 * one.tokens) for one in (low[0], *low)]
+        found = Replays([score(policy, ALPHAS[:8], segments=0, tokens=tokens) for policy, tokens in enumerate(sent)])
+        found.spread = 0.3
+        return watch({"a": engine, "b": engine}, found, RULE).hold is not None
+
+    assert held(1.0)
+    assert not held(0.7), "a trainer that drops 30 %"
+
+
+def test_rounds_that_name_no_version_are_compared_with_the_next_one_too() -> None:
+    """The batch of what an engine draws now comes later."""
+    found = Replays([score(1, [2.0] * 8), score(3, [4.0] * 8), score(4, [4.0] * 8)])
+    named, unnamed = sound(256), replace(sound(256), named=False)
+    alphas = [replay.alpha() for one in (named, unnamed) if (replay := found.get(one)) is not None]
+    assert alphas == [2.0, 3.0]
+    assert found.get(unnamed) is found.get(unnamed), "their error is one"
+    before = replace(unnamed, policy_version=0)
+    assert found.get(before) is None
+    newest = found.get(replace(unnamed, policy_version=4))
+    assert newest is not None
+    assert newest.alpha() == 4.0, "nothing is known of the next one"
+    assert not named.joins(unnamed)
+    found.spread = 0.3
+    own, shared = (
+        Scan(found).add(one).error
+        for one_ in (named, unnamed)
+        if (one := at_common_depth(replace(one_, policy_version=4), found, RULE)) is not None
+    )
+    assert shared > own, "the next window holds this version's replay as well"
 
 
 def test_a_gap_that_grows_with_each_drafter_is_not_of_prompts_that_were_not_sent() -> None:

@@ -467,6 +467,19 @@ def test_a_report_of_an_old_engine_costs_a_few_fields_more_at_most(
     assert many[1] <= few[1] + 12
 
 
+def test_kept_rounds_say_whether_their_engine_named_the_policy_version(redis_url: str, redis_client: Redis) -> None:
+    redis_client.set(KEYS.latest_policy, 3)
+
+    async def work(store: AsyncStore) -> list[Any]:
+        for fields in (report("a", "v1", 2, rounds=300), report("a", "v1", None, rounds=300)):
+            found = await store.book(acceptance(fields))
+        return [(block.policy_version, block.named) for block in found]
+
+    assert with_store(redis_url, work) == [(2, True), (3, False)]
+    (text,) = redis_client.hvals(KEYS.reporters)
+    assert [block.named for block in Account.read(text).blocks] == [True, False]
+
+
 def test_a_new_life_ends_the_blocks_of_the_old_one_and_loses_no_round(redis_url: str, redis_client: Redis) -> None:
     """Exactly at the boundary: whatever the counts are, all of the new ones are of the new life."""
     one: dict[str, Any] = {"life": "one"}
