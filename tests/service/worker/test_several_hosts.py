@@ -207,10 +207,10 @@ def test_a_store_that_hangs_holds_up_no_answer_for_long(
     api = RunningService(state_dir=tmp_path / "late", redis_url=redis_url, state_url=URL)
     try:
         assert api.client.get("/drafter/latest").json()["version"] == first.version
-        let_go, asked, answered = threading.Event(), list[str](), list[str]()
+        let_go, begun, answered = threading.Event(), list[str](), list[str]()
 
         def hangs(environ: dict[str, Any], _: Any) -> None:
-            asked.append(environ["PATH_INFO"])
+            begun.append(environ["PATH_INFO"])
             let_go.wait(60)
             answered.append(environ["PATH_INFO"])
 
@@ -219,7 +219,7 @@ def test_a_store_that_hangs_holds_up_no_answer_for_long(
         assert told.json()["version"] == first.version, "what is known is served on"
         assert api.client.get("/runs/unknown").status_code == 404
         assert api.client.get("/healthz").status_code == 200
-        assert asked
+        assert begun
         assert answered == [], "nobody waited for the store"
         let_go.set()
         store.fault = failing("GET", "403 Forbidden")
