@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -55,11 +54,10 @@ def forks() -> Forks:
 
 def test_a_fork_has_its_own_environment_group_and_log_and_is_ended(program: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    began = time.monotonic()
-    fork = forks().fork(str(program), ["100"], {"PYTHONPATH": "/nowhere", "ONLY": "this"}, log)
+    fork = forks().fork(str(program), ["1000"], {"PYTHONPATH": "/nowhere", "ONLY": "this"}, log)
     said = eventually(lambda: (text := log.read_text()).endswith("\n") and text)
     arguments, environment, imported, pid, group, first = json.loads(said)
-    assert arguments == ["100"]
+    assert arguments == ["1000"], "seconds that it would take"
     assert environment == {"PYTHONPATH": "/nowhere", "ONLY": "this"}
     assert imported, "it imports what is there already"
     assert (pid, group) == (fork.pid, fork.pid)
@@ -70,7 +68,6 @@ def test_a_fork_has_its_own_environment_group_and_log_and_is_ended(program: Path
     fork.terminate()
     fork.wait(60)
     assert fork.poll() is not None
-    assert time.monotonic() - began < 60
 
 
 ANSWERING = """

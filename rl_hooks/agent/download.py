@@ -7,7 +7,7 @@ Invariant: a directory without `.part` is complete, because the rename is the la
 If the service answers 307, the bytes come from its object store, which never sees the service's token. If the store
 fails, or gives wrong bytes, the service itself sends them.
 No file grows beyond its size in the manifest. For the model that size is bounded by the version's own config.json,
-which is downloaded first; for any other file by 1 MiB. No download takes the last free bytes of the disk.
+which is downloaded before it; for any other file by 1 MiB. No download takes the last free bytes of the disk.
 Synchronous on purpose: it runs in a thread, where hashing and writing do not delay the engines' loops.
 """
 

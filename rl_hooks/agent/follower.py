@@ -107,7 +107,8 @@ class EngineFollower:
         if verdict is not None:
             self._judge(verdict)
         given_up, contest = self._process.given_up, self._process.contest
-        wanted = self._choice.wanted(offer, state.version if state.loaded else None, given_up)
+        serving = None if self._process.replaced or not state.loaded else state.version
+        wanted = self._choice.wanted(offer, serving, given_up)
         try:
             if wanted is None or wanted.sequence in given_up or _only_counted(state, wanted):
                 return False
@@ -263,7 +264,7 @@ class EngineFollower:
         """Take note of a wanted release that the engine already has."""
         if self._process.loaded is not None:
             return
-        self._process.loaded = release  # it was loaded before this agent began
+        self._process.loaded = release  # it was loaded before this agent began, and no memory names it
         if release.version != self.books.canary.trial:
             self.books.canary.loaded(release.version, exempt=True)
             self._choice.fallback = release
@@ -390,6 +391,7 @@ class EngineFollower:
             "engine": self.url,
             **self.seen.dump(),
             **self._choice.dump(),
+            "loaded": dump_release(self._process.loaded),
             "pending": dump_release(self._process.pending),
             "mistrusted": self._process.mistrusted,
             "withheld": self.withheld,
@@ -417,7 +419,9 @@ class EngineFollower:
         now, away = time.monotonic(), max(0.0, time.time() - self._memory.stat().st_mtime)
         choice, seen = ReleaseChoice.restore(document), Seen.restore(document, now)
         books = EngineBooks.restore(self.books.canary.rule, document, now - away)
-        process = EngineProcess(pending=load_release(document["pending"]), mistrusted=document["mistrusted"])
+        # "loaded" was not written before 30 November 2026.
+        loaded, pending = load_release(document.get("loaded")), load_release(document["pending"])
+        process = EngineProcess(loaded=loaded, pending=pending, mistrusted=document["mistrusted"])
         self.withheld = str(document["withheld"])
         self._choice, self.seen, self.books, self._process = choice, seen, books, process
 

@@ -257,17 +257,19 @@ class ReleaseChoice:
     def judged(self, verdict: CanaryResult, loaded: Release | None) -> int:
         """Take in the canary's verdict on the loaded release; returns the sequence that it was offered with."""
         sequence = self.sequence if loaded is None else loaded.sequence
-        if verdict.passed:  # where an earlier agent loaded it, the fallback stays: its files are known with the offer
+        if verdict.passed:  # None: it is not known, by a memory that an older release wrote
             self.fallback = loaded or self.fallback
         else:
             self.rejected[verdict.version] = sequence
         return sequence
 
     def wanted(self, offer: Release | None, serving: str | None, given_up: Collection[int]) -> Release | None:
-        """The release for an engine that serves this version now; None: it keeps what it has."""
-        if offer is None:  # the service was not reached yet; a failed canary is swapped back without it
-            return self.fallback if serving in self.rejected else None
-        if offer.sequence in given_up:  # what it serves stays, on trial perhaps
+        """The release for an engine that serves this version now; None: it keeps what it has.
+
+        Without an offer, because the service was not reached yet, or with one that the engine refused, what it serves
+        stays, on trial perhaps. An engine that serves none, or a rejected one, gets the fallback.
+        """
+        if offer is None or offer.sequence in given_up:
             return self.fallback if serving is None or serving in self.rejected else None
         rejected_at = self.rejected.get(offer.version)
         if rejected_at is None or (offer.sequence > rejected_at and offer.manifest.override_canary):

@@ -48,10 +48,10 @@ def holder(lock: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def test_who_has_it_is_named_and_only_its_death_frees_it(lock: Path, holder: subprocess.Popen[bytes]) -> None:
     os.kill(holder.pid, signal.SIGSTOP)
-    began = time.monotonic()
-    with pytest.raises(LockHeld, match=f"locked for 0 s by process {holder.pid} of ") as held, exclusive(lock, 0.1):
+    text = rf"locked for \d+ s by process {holder.pid} of "
+    with pytest.raises(LockHeld, match=text) as held, exclusive(lock, 0.1):
         pass
-    assert time.monotonic() - began < 30
+    assert holder.poll() is None
     assert held.value.holder.startswith(f"process {holder.pid} of ")
     holder.kill()
     with exclusive(lock, 10.0):

@@ -40,12 +40,20 @@ class Process:
         with (directory / "serve.log").open("wb") as log:
             arguments = ["sh", "-c", command, sys.executable, *options]
             self.process = subprocess.Popen(arguments, env=environment, stderr=log)
+        try:
+            self._wait_ready(directory / "serve.log")
+        except BaseException:  # nobody else would end it
+            self.process.kill()
+            self.process.wait()
+            raise
+        self.fresh_bytes = self.peak_bytes()
+
+    def _wait_ready(self, log: Path) -> None:
         deadline = time.monotonic() + 60
         while not self.answers():
-            assert self.process.poll() is None, (directory / "serve.log").read_text()
-            assert time.monotonic() < deadline
+            assert self.process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
-        self.fresh_bytes = self.peak_bytes()
 
     def answers(self) -> bool:
         """Whether a new connection is served."""

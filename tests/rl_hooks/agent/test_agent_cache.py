@@ -160,6 +160,29 @@ def test_a_rotted_cache_waits_for_the_service_rather_than_reach_an_engine(
     check_everything_read_was_published(service, engine)
 
 
+@pytest.mark.parametrize("started_with", [None, "v000001-by-hand"])
+def test_a_host_that_starts_again_while_the_service_is_away_has_its_drafter_from_the_cache(
+    service: Service, engine: Engine, tmp_path: Path, started_with: str | None
+) -> None:
+    """Engine and agent both start again; the engine may have been started with a drafter that has a name."""
+    service.publish(1)
+    before = service.publish(2)
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == before)
+        settle(engine)
+    service.down()
+    engine.restart(started_with)
+    with running_agent(service, engine, cache=tmp_path) as agent:
+        eventually(lambda: engine.version == before)
+        settle(engine)
+        assert agent.offer is None
+        after = service.publish(3)
+        service.up()
+        eventually(lambda: engine.version == after)
+    assert engine.swapped[-2:] == [before, after]
+    check_everything_read_was_published(service, engine)
+
+
 def test_a_version_pushed_again_and_one_swapped_back_to_are_verified_too(
     service: Service, engine: Engine, tmp_path: Path
 ) -> None:

@@ -57,10 +57,11 @@ def test_a_rejected_version_is_wanted_again_only_where_a_person_overrides_the_ca
     assert ReleaseChoice.restore(json.loads(json.dumps(ReleaseChoice(3, wanted).dump()))).fallback == wanted
 
 
-def test_without_an_offer_only_a_rejected_version_is_replaced() -> None:
+def test_without_an_offer_only_a_rejected_version_or_none_at_all_is_replaced() -> None:
     good, bad = release(1), release(2)
     choice = ReleaseChoice(fallback=good)
     assert choice.wanted(None, bad.version, ()) is None
+    assert choice.wanted(None, None, ()) is good
     choice.judged(verdict(bad, passed=False), bad)
     assert choice.wanted(None, bad.version, ()) is good
 

@@ -484,23 +484,52 @@ def test_a_version_that_passes_is_what_the_next_one_falls_back_to(bench: Bench) 
     assert bench.follower.withheld == ""
 
 
-@pytest.mark.parametrize("served_meanwhile", [False, True])
-def test_after_a_trial_that_ended_before_the_agent_had_an_offer_there_is_a_version_to_go_back_to(
-    bench: Bench, served_meanwhile: bool
+@pytest.mark.parametrize("known", [False, True])
+def test_a_trial_that_ended_before_a_restarted_agent_had_an_offer_leaves_a_version_to_go_back_to(
+    bench: Bench, known: bool
 ) -> None:
-    """The agent was restarted, and does not know the files of the version on trial until the service offers it."""
+    """The version that passed; an older one by a memory that does not name what was loaded."""
     good, better = on_trial(bench)
+    if not known:
+        memory = json.loads(bench.follower._memory.read_text())
+        del memory["loaded"]
+        bench.follower._memory.write_text(json.dumps(memory))
     bench.make()
+    in_use = bench.follower.versions_in_use()
+    assert in_use == ({good.version, better.version} if known else {good.version})
     bench.engine.serves(100, 3)
     assert not bench.tick(None)
     assert (bench.follower.books.canary.good, bench.follower.withheld) == (better.version, "")
-    if served_meanwhile:
-        bench.tick(better)
     worse = bench.release(3)
     bench.tick(worse)
     bench.engine.serves(100, 0)
     assert bench.tick(worse)
-    assert bench.engine.now.version == (better if served_meanwhile else good).version
+    assert bench.engine.now.version == (better if known else good).version
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("agent_restarts", [False, True])
+def test_an_engine_that_was_started_again_before_there_is_an_offer_gets_the_good_version(
+    bench: Bench, agent_restarts: bool, named: bool
+) -> None:
+    """What was on trial is tried again once it is offered."""
+    good, tried = on_trial(bench)
+    if agent_restarts:
+        bench.make()
+    bench.engine.restarts("by-hand" if named else None)
+    assert [bench.tick(None), bench.tick(None)] == [True, False]
+    assert (bench.engine.now.version, bench.swaps("restored")) == (good.version, 1)
+    assert bench.follower.sequence == tried.sequence, "an older offer is still refused"
+    assert bench.tick(tried)
+    assert (bench.engine.now.version, bench.follower.books.canary.trial) == (tried.version, tried.version)
+    assert bench.fetched == []
+
+
+def test_an_engine_of_which_nothing_is_remembered_is_left_as_it_is_until_there_is_an_offer(bench: Bench) -> None:
+    bench.tick(None)
+    bench.engine.restarts()
+    assert not bench.tick(None)
+    assert bench.engine.asked == []
 
 
 def test_a_version_that_has_nothing_to_be_compared_with_is_what_the_next_one_falls_back_to(bench: Bench) -> None:

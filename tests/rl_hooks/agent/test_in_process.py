@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -151,9 +150,10 @@ def test_a_service_that_is_slow_or_talks_nonsense_costs_the_first_step_two_secon
 ) -> None:
     link: Any = Link()
     with answering(reply) as url:
-        found, began = agent(url, tmp_path), time.monotonic()
+        found = agent(url, tmp_path)
         found.begin(link)
-        assert time.monotonic() - began < 4
+        if reply is None:
+            assert not found._asked.is_set(), "it waited for the answer"
     end(found)  # the connection is closed: nobody waits for an answer any more
     assert link.followed == joined_at
     if reply is not None:  # otherwise it may still be waiting

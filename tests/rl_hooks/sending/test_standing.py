@@ -116,7 +116,8 @@ class Liar:
     def __init__(self) -> None:
         liar = self
         self.status, self.body = 200, b""
-        self.seconds = 0.0  # that it takes over an answer
+        self.answers = threading.Event()  # until it is set, none comes
+        self.answers.set()
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -129,7 +130,7 @@ class Liar:
                 self.wfile.write(b"{}")
 
             def do_GET(self) -> None:
-                time.sleep(liar.seconds)
+                liar.answers.wait(60)
                 self.send_response(liar.status)
                 self.send_header("Content-Length", str(len(liar.body)))
                 self.end_headers()
@@ -248,15 +249,19 @@ def test_a_flush_asks_no_service_that_did_not_answer_a_moment_ago(monkeypatch: p
 
 def test_a_flush_waits_for_no_answer_beyond_its_own_time(liar: Liar, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standing, "_ASK_SECONDS", 600.0)
-    liar.seconds = 6.0
+    liar.answers.clear()
     sender = RolloutSender(liar.url, asks=True)
     sender.submit([b"z"])
     began = time.monotonic()
     assert sender.flush(1.0), "all was sent"
-    assert 0.9 < time.monotonic() - began < 5.0
+    assert time.monotonic() - began > 0.9
+    assert sender._asked == 0, "the answer has not come"
     sender.close(0.0)
     assert sender._thread is not None
+    assert sender._thread.is_alive()
+    liar.answers.set()
     sender._thread.join(60)
-    began = time.monotonic()
-    assert sender.flush(20.0)
-    assert time.monotonic() - began < 10.0, "nobody asks any more"
+    again = threading.Thread(target=sender.flush, args=(600.0,), daemon=True)
+    again.start()
+    again.join(60)
+    assert not again.is_alive(), "nobody asks any more"

@@ -169,10 +169,9 @@ def test_a_slow_disk_keeps_only_what_is_written_down_waiting(
     waiting = threading.Thread(target=lambda: httpx.post(f"{service.url}/runs/default/drift/reset", timeout=60))
     waiting.start()
     service.wait_for_requests(1)
-    began = time.monotonic()
     for _ in range(5):
         assert service.client.get("/runs/default").status_code == 200
-    assert time.monotonic() - began < 5
+    assert waiting.is_alive(), "the disk has not answered yet"
     let_go.set()
     waiting.join(60)
     assert logged(service)[-1]["status"] == 202

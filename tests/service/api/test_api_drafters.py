@@ -41,12 +41,12 @@ def test_a_long_poll_returns_when_a_drafter_is_published(service: RunningService
     first = service.publish()
     timer = threading.Timer(0.4, service.publish, kwargs={"content": b"new"})
     timer.start()
-    started = time.monotonic()
-    reply = service.client.get("/drafter/latest", params={"wait": 15}, headers={"If-None-Match": first.etag})
+    # An answer that comes only as the poll's time ends is too late.
+    known = {"If-None-Match": first.etag}
+    reply = service.client.get("/drafter/latest", params={"wait": 60}, headers=known, timeout=45.0)
     timer.join()
     assert reply.status_code == 200
     assert reply.json()["sequence"] == 2
-    assert time.monotonic() - started < 14, "it waited to the end"
 
 
 def test_a_long_poll_also_waits_for_the_very_first_drafter(service: RunningService) -> None:
@@ -70,18 +70,17 @@ def test_a_long_poll_does_not_hold_up_a_stop(service: RunningService) -> None:
 
     def poll() -> None:
         reply = httpx.get(
-            f"{service.url}/drafter/latest", params={"wait": 30}, headers={"If-None-Match": etag}, timeout=90
+            f"{service.url}/drafter/latest", params={"wait": 60}, headers={"If-None-Match": etag}, timeout=90
         )
         statuses.append(reply.status_code)
 
     thread = threading.Thread(target=poll)
     thread.start()
     service.wait_for_requests()
-    started = time.monotonic()
+    service.server.config.timeout_graceful_shutdown = 600
     service.server.handle_exit(15, None)
-    thread.join(60)
-    assert statuses == [304]
-    assert time.monotonic() - started < 10
+    thread.join(45)
+    assert statuses == [304], "its own time is not over"
 
 
 @pytest.mark.parametrize("wait", ["-1", "nan", "x"])

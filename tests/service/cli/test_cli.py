@@ -370,9 +370,7 @@ def test_up_serves_survives_the_death_of_each_part_and_ends_on_ctrl_c(up: Up, tm
 
     children = up.children()
     os.killpg(up.process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
-    started = time.monotonic()
     assert up.process.wait(60) == 0
-    assert time.monotonic() - started < 15
     assert sorted(children) == ["api", "valkey", "worker"]
     assert not any(alive(pid) for pid in children.values())
     log = up.log.read_text()
