@@ -168,7 +168,7 @@ def test_every_alert_is_tested_documented_and_has_a_severity() -> None:
     assert alerts.keys() == tested
     documented = re.findall(r"^\| (Draftalign\w+) \| (\w+)", (DEPLOY / "README.md").read_text(), re.MULTILINE)
     assert dict(documented) == {name: rule["labels"]["severity"] for name, rule in alerts.items()}
-    assert all({"summary", "description"} == rule["annotations"].keys() for rule in alerts.values())
+    assert all({"summary", "description", "runbook"} == rule["annotations"].keys() for rule in alerts.values())
 
 
 def test_alertmanager_routes_know_the_alerts_and_severities() -> None:
