@@ -50,7 +50,7 @@ class GateEvidence(BaseModel):
     """What the gate found of a challenger against the served version (`service.worker.promotion`), in JSON as it came.
 
     `gain`, with its bounds `low` and `high`: relative. `error`: the chance that the verdict is wrong.
-    `trained_to`: the newest policy version that a candidate was trained on. `judged_to`: the newest queue entry that it
+    `trained_to`: the policy version of a candidate's last training. `judged_to`: the newest queue entry that it
     was judged on. `train_on`: whether training goes on from it; None for a candidate.
     """
 

@@ -122,7 +122,7 @@ class Favour:
 
     __pydantic_config__: ClassVar = _CHECKED
     excess: float
-    variance: Annotated[float, Field(ge=0)]
+    variance: float  # of few tokens that other weights drew it may be below 0; summed over batches it is not
     tokens: int
 
     def __add__(self, other: Favour) -> Favour:

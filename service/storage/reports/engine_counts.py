@@ -88,8 +88,10 @@ class Account:
 
     def text(self) -> str:
         """Write it for Redis."""
-        # `astuple` would copy each prompt's counts.
-        blocks = [[getattr(block, one.name) for one in fields(Block)] for block in self.blocks]
+        # `astuple` would copy each prompt's counts. `named` is last, and written only where it is False: an API of
+        # before 30 November 2026 beside this one would drop all blocks.
+        values = ([getattr(block, one.name) for one in fields(Block)] for block in self.blocks)
+        blocks = [value[:-1] if value[-1] else value for value in values]
         steps = list(map(astuple, self.steps))
         document: dict[str, Any] = {"sums": self.sums, "apart": self.apart, "blocks": blocks, "steps": steps}
         document |= {"lives": self.lives, "behind": self.behind}

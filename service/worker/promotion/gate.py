@@ -50,7 +50,7 @@ class Contest:
     version: str
     verdict: Verdict
     look: Look  # the last one
-    trained_to: int | None = None  # newest policy version that the candidate was trained on; None: not known
+    trained_to: int | None = None  # policy version of the candidate's last training; None: not known
     correction: float = 1.0  # of the promise, from what earlier promises brought
     judged_to: str | None = None  # newest queue entry of the claim; None: not known
 

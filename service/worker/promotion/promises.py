@@ -39,7 +39,7 @@ class Promise:
     policy_version: int | None = None  # newest of the rollouts
     after: str | None = None  # newest queue entry of those that chose it; None: not known
     archived: bool = False  # it was not the candidate when it won
-    trained_to: int | None = None  # newest policy version that it was trained on, if it was the candidate
+    trained_to: int | None = None  # policy version of its last training, if it was the candidate
 
     def trainer_went_back(self, policy_version: int) -> bool:
         """Whether the trainer went back since: rollouts of now are of an earlier policy than it was trained on.

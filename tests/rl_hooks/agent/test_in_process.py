@@ -145,7 +145,7 @@ def answering(reply: bytes | None) -> Iterator[str]:
         (b"HTTP/1.1 500 no\r\n\r\n", []),
     ],
 )
-def test_a_service_that_is_slow_or_talks_nonsense_costs_the_first_step_two_seconds_at_most(
+def test_a_service_that_is_slow_or_talks_nonsense_does_not_hold_the_first_step_up_for_good(
     reply: bytes | None, joined_at: list[int], tmp_path: Path
 ) -> None:
     link: Any = Link()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -478,6 +479,7 @@ def test_kept_rounds_say_whether_their_engine_named_the_policy_version(redis_url
     assert with_store(redis_url, work) == [(2, True), (3, False)]
     (text,) = redis_client.hvals(KEYS.reporters)
     assert [block.named for block in Account.read(text).blocks] == [True, False]
+    assert [len(block) for block in json.loads(text)["blocks"]] == [11, 12], "older services read 11"
 
 
 def test_a_new_life_ends_the_blocks_of_the_old_one_and_loses_no_round(redis_url: str, redis_client: Redis) -> None:
