@@ -15,10 +15,10 @@ of the policy's version. Where an offset of 0.002 nats of the normaliser tilted 
 
 Of asynchronous rollouts other weights drew the tokens than the features are of: the law of a token is some s_t, whose
 log-probability the sampler sent. So each difference is weighted by w = p_t(x_t) / s_t(x_t), which makes its mean 0
-again: sum_v s_t(v) w(v) f(v) = sum_v p_t(v) f(v). Its variance is sum_v p_t(v) w(v) (q_t(v) - ...)^2, of which w (w -
-1) (q_t(x_t) - ...)^2 beside the variance above is an estimate without bias. Where p is the sampler's law w is 1. An
-engine that verifies wrongly reports what it verified by and not what it emits, so weights do not hide it. They do hide
-another temperature whose log-probabilities it sends: the gap between those and the features' is what shows it.
+again: sum_v s_t(v) w(v) f(v) = sum_v p_t(v) f(v). Its variance is sum_v p_t(v) w(v) (q_t(v) - ...)^2, of which
+w (w - 1) (q_t(x_t) - ...)^2 beside the variance above is an estimate without bias. Where p is the sampler's law w is 1.
+An engine that verifies wrongly reports what it verified by and not what it emits, so weights do not hide it. They do
+hide another temperature whose log-probabilities it sends: the gap between those and the features' is what shows it.
 
 Legend: T tokens, U rows that are looked at, D draft vocabulary.
 """
