@@ -525,14 +525,14 @@ def test_beside_a_worker_of_long_turns_one_run_is_handed_over_in_vain_and_then_n
 def test_a_run_that_takes_longer_to_open_than_a_lease_lasts_stays_with_one_worker(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 2.0)
     monkeypatch.setattr(heartbeat, "_BEAT_SECONDS", 0.1)
     bench.begin()
     opened, openings = RunWorker.__init__, []
 
     def slowly(self: RunWorker, *arguments: Any, **options: Any) -> None:
         openings.append(self)
-        time.sleep(2.0)
+        time.sleep(3.0)
         opened(self, *arguments, **options)
 
     monkeypatch.setattr(RunWorker, "__init__", slowly)
