@@ -261,15 +261,8 @@ def test_what_a_proxy_answers_is_not_the_services_word(
         name = "draftalign_agent_last_contact_timestamp_seconds"
         return agent.metrics.registry.get_sample_value(name, {"peer": "service"})
 
-    first = service.publish(1)
     with running_agent(service, engine, cache=tmp_path, canary=CanaryRule(rounds=200)) as agent:
-        eventually(lambda: engine.version == first)
-        settle(engine)
-        engine.play(300, 3)
-        settle(engine)
-        second = service.publish(2)
-        eventually(lambda: engine.version == second)
-        settle(engine)
+        first, second = _on_trial(service, engine)
         service.proxys_page = status
         engine.play(200, 1)
         eventually(lambda: engine.version == first)
