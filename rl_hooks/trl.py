@@ -8,7 +8,7 @@
 Of GRPO and RLOO three private methods are wrapped, on the instance: `_calculate_rewards` (the raw rewards),
 `_generate_and_score_completions` (its batch gets two more columns, so that identity and reward survive TRL's shuffle),
 and `_compute_loss` (its forward is captured). A trainer that lacks one of them is refused when attaching. `log` is
-wrapped too. What differs of AsyncGRPO is in `rl_hooks.trainer.stacks.async_grpo`.
+wrapped too. What differs of AsyncGRPO is in `rl_hooks.stacks.async_grpo`.
 
 A rollout is captured at most once, and only with the weights that generated it. Later iterations over the same
 rollouts, and micro-batches after an optimizer step, are left out (`skipped_stale`). A separate pass for old
@@ -27,11 +27,11 @@ from torch import Tensor
 
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.hook import DrafterHook
+from rl_hooks.stacks.async_grpo import AsyncAttachment
+from rl_hooks.stacks.attachment import Attachment as Attachment
+from rl_hooks.stacks.attachment import PromptKinds
 from rl_hooks.trainer.base import AttachKeywords, left_out_for_images
 from rl_hooks.trainer.hook import PathKeywords
-from rl_hooks.trainer.stacks.async_grpo import AsyncAttachment
-from rl_hooks.trainer.stacks.attachment import Attachment as Attachment
-from rl_hooks.trainer.stacks.attachment import PromptKinds
 
 #: Arguments by which TRL's samplers leave the policy's distribution, each with the values that do not.
 _USUAL_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {

@@ -19,17 +19,16 @@ PACKAGES = ("drafter", "rl_hooks", "service")
 #: Every arrow between rooms, and no other. A room is a folder; a file beside the rooms stands for itself.
 ARROWS = {
     "service.cli": """service.access service.api service.capacity service.errors service.memory service.ranks
-        service.settings service.storage service.worker
-        examples.demo drafter.batch drafter.errors drafter.files drafter.model drafter.policy
-        drafter.replay drafter.vocabulary rl_hooks.agent rl_hooks.durable rl_hooks.errors rl_hooks.format rl_hooks.hook
-        rl_hooks.lock rl_hooks.release rl_hooks.sending rl_hooks.trainer rl_hooks.wire""",
+        service.settings service.storage service.worker examples.demo drafter.batch drafter.errors drafter.files
+        drafter.model drafter.policy drafter.replay drafter.vocabulary rl_hooks.agent rl_hooks.durable
+        rl_hooks.errors rl_hooks.format rl_hooks.hook rl_hooks.lock rl_hooks.sending rl_hooks.trainer rl_hooks.wire""",
     "service.capacity": "service.monitor service.settings rl_hooks.format rl_hooks.wire",
     "service.ranks": """service.errors service.settings service.storage service.worker drafter.batch drafter.device
         drafter.errors drafter.model drafter.training""",
     "service.api": """service.access service.errors service.memory service.monitor service.reading service.settings
-        service.storage rl_hooks.release rl_hooks.wire""",
+        service.storage rl_hooks.format rl_hooks.wire""",
     "service.reading": "service.monitor service.storage",
-    "service.access": "service.errors service.settings service.storage rl_hooks.durable rl_hooks.release",
+    "service.access": "service.errors service.settings service.storage rl_hooks.durable rl_hooks.format",
     "service.worker": """service.errors service.memory service.monitor service.settings service.storage drafter.batch
         drafter.device drafter.errors drafter.files drafter.model drafter.policy drafter.replay drafter.training
         drafter.vocabulary rl_hooks.durable rl_hooks.format rl_hooks.wire""",
@@ -54,16 +53,15 @@ ARROWS = {
     "drafter.batch": "drafter.device drafter.errors rl_hooks.wire",
     "drafter.device": "",
     "drafter.errors": "rl_hooks.format",
-    "rl_hooks.trl": "rl_hooks.errors rl_hooks.hook rl_hooks.trainer",
+    "rl_hooks.trl": "rl_hooks.errors rl_hooks.hook rl_hooks.stacks rl_hooks.trainer",
+    "rl_hooks.stacks": "rl_hooks.durable rl_hooks.errors rl_hooks.sending rl_hooks.trainer",
     "rl_hooks.hook": "rl_hooks.trainer",
     "rl_hooks.agent": """rl_hooks.durable rl_hooks.engines rl_hooks.errors rl_hooks.format rl_hooks.lock
-        rl_hooks.release rl_hooks.sending rl_hooks.wire""",
-    "rl_hooks.trainer": "rl_hooks.durable rl_hooks.errors rl_hooks.sending rl_hooks.wire",
-    "rl_hooks.engines": """rl_hooks.durable rl_hooks.errors rl_hooks.format rl_hooks.release rl_hooks.sending
-        rl_hooks.wire""",
+        rl_hooks.sending rl_hooks.wire""",
+    "rl_hooks.trainer": "rl_hooks.errors rl_hooks.sending rl_hooks.wire",
+    "rl_hooks.engines": """rl_hooks.durable rl_hooks.errors rl_hooks.format rl_hooks.sending rl_hooks.wire""",
     "rl_hooks.sending": "rl_hooks.durable rl_hooks.errors rl_hooks.format rl_hooks.wire",
-    "rl_hooks.format": "",
-    "rl_hooks.release": "rl_hooks.errors",
+    "rl_hooks.format": "rl_hooks.errors",
     "rl_hooks.errors": "",
     "rl_hooks.wire": "rl_hooks.format",
     "rl_hooks.durable": "",
@@ -314,7 +312,7 @@ def test_the_small_distribution_has_every_package() -> None:
 ADAPTER_LINES = 110
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "rl_hooks/trainer/stacks").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "rl_hooks/stacks").glob("*.py")), ids=lambda path: path.stem)
 def test_an_adapter_is_short(path: Path) -> None:
     """It answers four questions about its stack. What another one needs too belongs in a module that both import."""
     text = path.read_text(encoding="utf-8")

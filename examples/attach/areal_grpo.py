@@ -17,7 +17,7 @@ from areal.api.cli_args import GRPOConfig, load_expr_config
 from areal.dataset import get_custom_dataset
 from areal.utils.hf_utils import load_hf_tokenizer
 
-from rl_hooks.trainer.stacks.areal import DraftalignPPOTrainer  # in place of areal.PPOTrainer
+from rl_hooks.stacks.areal import DraftalignPPOTrainer  # in place of areal.PPOTrainer
 
 
 def main(arguments: list[str]) -> None:

@@ -13,7 +13,7 @@ set -euo pipefail
 export DRAFTALIGN_URL DRAFTALIGN_RUN="${DRAFTALIGN_RUN:-default}"
 export PYTHONPATH="${PACKAGE:-/shared/draftalign}${PYTHONPATH:+:${PYTHONPATH}}"
 # NeMo-RL starts Ray with all variables and no setup hook; Ray hands its own `worker_process_setup_hook` on by this one.
-export __RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR=rl_hooks.trainer.stacks.on_ray.install
+export __RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR=rl_hooks.stacks.on_ray.install
 
 DRAFTS="{method: eagle3, model: ${DRAFTER:-/models/drafter}, num_speculative_tokens: 4}"
 

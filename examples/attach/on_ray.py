@@ -16,17 +16,17 @@ import sys
 
 import ray
 
-from rl_hooks.trainer.stacks.environment import VARIABLES
+from rl_hooks.stacks.environment import VARIABLES
 
 RUNTIME_ENVIRONMENT = {
-    "worker_process_setup_hook": "rl_hooks.trainer.stacks.on_ray.install",
+    "worker_process_setup_hook": "rl_hooks.stacks.on_ray.install",
     "env_vars": {name: os.environ[name] for name in VARIABLES if name in os.environ},
 }
 
 
 def waits() -> bool:
     """Whether the hook waits in this worker process for a trainer's module."""
-    return any(type(finder).__module__ == "rl_hooks.trainer.stacks.on_ray" for finder in sys.meta_path)
+    return any(type(finder).__module__ == "rl_hooks.stacks.on_ray" for finder in sys.meta_path)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ export DRAFTALIGN_RUN="${DRAFTALIGN_RUN:-default}"
 ENVIRONMENT="$(mktemp)"
 trap 'rm -f "${ENVIRONMENT}"' EXIT
 python3 -I -c 'import json, os, sys; print(json.dumps({"worker_process_setup_hook": sys.argv[1],
-  "env_vars": {n: os.environ[n] for n in sys.argv[2:] if n in os.environ}}))' rl_hooks.trainer.stacks.on_ray.install \
+  "env_vars": {n: os.environ[n] for n in sys.argv[2:] if n in os.environ}}))' rl_hooks.stacks.on_ray.install \
   DRAFTALIGN_URL DRAFTALIGN_RUN DRAFTALIGN_TOKEN DRAFTALIGN_INITIAL_DRAFTER DRAFTALIGN_AUX_LAYERS \
   DRAFTALIGN_HOOK_OPTIONS DRAFTALIGN_CA_FILE DRAFTALIGN_SAMPLE_FRACTION DRAFTALIGN_TOKENS_PER_MINUTE \
   DRAFTALIGN_DRAFTER_DIR DRAFTALIGN_PUBLIC_KEYS >"${ENVIRONMENT}"

@@ -25,7 +25,7 @@ from typing import Any
 
 from prime_rl.entrypoints import rl
 
-from rl_hooks.trainer.stacks import prime_rl
+from rl_hooks.stacks import prime_rl
 
 _start = rl.Popen
 

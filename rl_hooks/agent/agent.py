@@ -40,7 +40,7 @@ from rl_hooks.engines.bounded import Answer, ask
 from rl_hooks.engines.protocol import Engine, SwapEngine
 from rl_hooks.engines.sglang.adapter import SGLangEngine
 from rl_hooks.errors import MAX_NAME, AgentError, EngineError, ManifestError, NoRoomError, SignatureError, cut
-from rl_hooks.release import (
+from rl_hooks.format.release import (
     PLAIN_NAME,
     SIGNATURE_HEADER,
     PublicKeys,

@@ -53,7 +53,7 @@ def agent(
     from rl_hooks.agent.canary import CanaryRule
     from rl_hooks.durable import at_home
     from rl_hooks.errors import AgentError
-    from rl_hooks.release import PublicKeys
+    from rl_hooks.format.release import PublicKeys
 
     try:
         cache_dir = at_home(cache_dir)

@@ -44,8 +44,8 @@ from rl_hooks.format.drafter import (
     read_object,
 )
 from rl_hooks.format.eagle3 import DrafterError
+from rl_hooks.format.release import RECEIPT, OfferedFile, Release, VerifiedManifest, sha256_of
 from rl_hooks.lock import LockHeld, exclusive
-from rl_hooks.release import RECEIPT, OfferedFile, Release, VerifiedManifest, sha256_of
 from rl_hooks.sending.exchange import trusted_of_store
 
 log = logging.getLogger("draftalign.agent")

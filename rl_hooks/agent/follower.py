@@ -44,7 +44,7 @@ from rl_hooks.durable import replace_file
 from rl_hooks.engines.counting.counters import Counts, Ledger, Snapshot, VersionCounts
 from rl_hooks.engines.protocol import Engine, EngineState
 from rl_hooks.errors import AgentError, EngineError, MetricsError, OtherBytesError, SwapRefusedError
-from rl_hooks.release import PLAIN_NAME, Release, VerifiedManifest
+from rl_hooks.format.release import PLAIN_NAME, Release, VerifiedManifest
 
 log = logging.getLogger("draftalign.agent")
 

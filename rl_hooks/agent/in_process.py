@@ -19,7 +19,7 @@ from rl_hooks.agent.download import IN_PROCESS
 from rl_hooks.durable import at_home
 from rl_hooks.engines.protocol import Engine
 from rl_hooks.engines.settings import ServiceSettings
-from rl_hooks.release import PublicKeys
+from rl_hooks.format.release import PublicKeys
 from rl_hooks.sending.exchange import Origin, RunService
 from rl_hooks.sending.standing import newest_policy
 

@@ -13,7 +13,7 @@ from rl_hooks.agent.download import cached_release
 from rl_hooks.engines.counting.counters import Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.errors import AgentError
-from rl_hooks.release import Release, VerifiedManifest, parse_manifest
+from rl_hooks.format.release import Release, VerifiedManifest, parse_manifest
 
 #: A swap that another client undoes within this time is a turn of a contest.
 _TURN_SECONDS: Final = 300.0

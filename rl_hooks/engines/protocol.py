@@ -18,7 +18,7 @@ import httpx
 from rl_hooks.engines.bounded import MAX_ANSWER_BYTES, MAX_PAGE_BYTES, Answer, ask
 from rl_hooks.engines.counting.counters import Snapshot
 from rl_hooks.errors import AnswerError, EngineError, MetricsError, OtherBytesError, SwapRefusedError, cut
-from rl_hooks.release import Release, layers_of
+from rl_hooks.format.release import Release, layers_of
 
 #: vLLM's methods that propose no tokens: they use the drafter's place to store states.
 _NOT_SPECULATION = frozenset({"extract_hidden_states"})

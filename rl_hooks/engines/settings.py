@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from rl_hooks.release import PLAIN_NAME
+from rl_hooks.format.release import PLAIN_NAME
 from rl_hooks.sending.exchange import Origin
 
 log = logging.getLogger("draftalign.tap")

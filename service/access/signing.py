@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rl_hooks.release import SigningKey
+from rl_hooks.format.release import SigningKey
 from service.errors import ConfigurationError
 
 

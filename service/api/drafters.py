@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.responses import FileResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from rl_hooks.release import NONCE_PATTERN, SIGNATURE_HEADER
+from rl_hooks.format.release import NONCE_PATTERN, SIGNATURE_HEADER
 from rl_hooks.wire import Header
 from service.api.context.answers import DrafterList
 from service.api.context.audited import audit

@@ -143,7 +143,7 @@ def keygen(
     file: Annotated[Path, typer.Argument(help="Where the private key is written; it must not exist yet.")],
 ) -> None:
     """Make a key that signs manifests. The private half goes into FILE; the public half is printed, for the agents."""
-    from rl_hooks.release import new_key
+    from rl_hooks.format.release import new_key
 
     try:
         private, public = new_key()

@@ -17,8 +17,8 @@ from helpers.engine.agent_fixtures import manifest
 
 from rl_hooks.agent.download import fetch_release, prune_cache
 from rl_hooks.errors import DownloadError
+from rl_hooks.format.release import parse_manifest
 from rl_hooks.lock import LockHeld, exclusive
-from rl_hooks.release import parse_manifest
 
 HOLDER = """
 import sys, time

@@ -20,7 +20,7 @@ from helpers.service.storage_fixtures import RolloutQueue
 from helpers.worker.worker_fixtures import Bench
 from redis import Redis
 
-from rl_hooks.release import parse_manifest
+from rl_hooks.format.release import parse_manifest
 from service.storage.layout import Layout
 
 LEFT = Path(__file__).with_name("of_28_november")

@@ -28,7 +28,7 @@ from rl_hooks.agent.download import strip_shared
 from rl_hooks.engines.sglang.adapter import SGLangEngine
 from rl_hooks.errors import EngineError, OtherBytesError, SwapRefusedError
 from rl_hooks.format.eagle3 import Llama3Rope
-from rl_hooks.release import Release, VerifiedManifest
+from rl_hooks.format.release import Release, VerifiedManifest
 
 
 def release(drafters: Path, source: Path, version: str, **digests: str) -> Release:

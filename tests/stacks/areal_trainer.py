@@ -33,7 +33,7 @@ from areal.api.cli_args import MicroBatchSpec, OptimizerConfig, PPOActorConfig  
 from areal.api.io_struct import FinetuneSpec  # noqa: E402
 from areal.trainer.rl_trainer import PPOTrainer  # noqa: E402
 
-from rl_hooks.trainer.stacks.areal import DraftalignPPOTrainer, prompt_kinds  # noqa: E402
+from rl_hooks.stacks.areal import DraftalignPPOTrainer, prompt_kinds  # noqa: E402
 
 ROLLOUTS, PROMPT, RESPONSE, STEPS = 6, 8, 12, 2
 TEMPERATURE = 0.7

@@ -36,7 +36,7 @@ from miles.backends.training_utils.loss import get_log_probs_and_entropy
 from miles.backends.training_utils.parallel import set_parallel_state
 from miles.utils.ft_utils.process_group_utils import GroupInfo
 
-HOOKS = "rl_hooks.trainer.stacks.slime"
+HOOKS = "rl_hooks.stacks.slime"
 SIZES = ((3, 9), (5, 6), (2, 12), (4, 7))
 MICRO = [[0, 2], [1], [3]]
 STEPS, TEMPERATURE = 2, 0.7

@@ -21,7 +21,7 @@ import ray
 from helpers.trainer.hooks_fixtures import mapped, receiver
 from helpers.trainer.sent_fixtures import brought_the_first_drafter, first_drafter, keep
 
-from rl_hooks.trainer.stacks import on_ray
+from rl_hooks.stacks import on_ray
 
 STEPS = 2
 

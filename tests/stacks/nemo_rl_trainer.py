@@ -35,7 +35,7 @@ from tokenizers import Tokenizer, models
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedTokenizerFast, modeling_utils
 
-from rl_hooks.trainer.stacks import on_ray
+from rl_hooks.stacks import on_ray
 
 WORKERS = {
     "v1": ("nemo_rl.models.policy.workers.dtensor_policy_worker", "DTensorPolicyWorkerImpl"),

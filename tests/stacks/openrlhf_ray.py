@@ -89,7 +89,7 @@ def main(out: Path) -> None:
         port = int(probe.getsockname()[1])
         probe.close()
         variables = {"PYTHONPATH": os.environ["PYTHONPATH"], "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        hook = {"worker_process_setup_hook": "rl_hooks.trainer.stacks.on_ray.install"}
+        hook = {"worker_process_setup_hook": "rl_hooks.stacks.on_ray.install"}
         ours = {"DRAFTALIGN_URL": service.url, "DRAFTALIGN_RUN": "r"}
         drafter = first_drafter(out / "first", tiny_qwen3(layers=8).config)
         ours["DRAFTALIGN_INITIAL_DRAFTER"] = drafter

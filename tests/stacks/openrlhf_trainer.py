@@ -27,7 +27,7 @@ from helpers.trainer.sent_fixtures import keep, states_alone
 from helpers.worker.rank_fixtures import run_two_ranks
 
 from rl_hooks import wire
-from rl_hooks.trainer.stacks.openrlhf import attach
+from rl_hooks.stacks.openrlhf import attach
 
 AUX = (1, 2, 3)
 ROLLOUTS, PROMPT, RESPONSE, STEPS = 4, 6, 10, 2

@@ -162,7 +162,7 @@ class Commands:
 
 def main() -> None:
     out = Path(sys.argv[1])
-    hook = {"worker_process_setup_hook": "rl_hooks.trainer.stacks.on_ray.install"}
+    hook = {"worker_process_setup_hook": "rl_hooks.stacks.on_ray.install"}
     ray.init(
         num_cpus=2,
         num_gpus=1,

@@ -32,9 +32,9 @@ from helpers.worker.rank_fixtures import run_two_ranks
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from rl_hooks.stacks import prime_rl as adapter
 from rl_hooks.trainer import staging
 from rl_hooks.trainer.hook import DrafterHook
-from rl_hooks.trainer.stacks import prime_rl as adapter
 
 STEPS, ROLLOUTS, ROW, PADDED_TO = 3, 10, 64, 16
 TEMPERATURE = 0.7

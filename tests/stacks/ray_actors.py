@@ -50,7 +50,7 @@ def main(out: Path) -> None:
     path.parent.mkdir(parents=True)
     path.write_text(SOURCE)
     variables = {"PYTHONPATH": f"{out}{os.pathsep}{os.environ['PYTHONPATH']}", "DRAFTALIGN_URL": "http://127.0.0.1:1"}
-    hook = {"worker_process_setup_hook": "rl_hooks.trainer.stacks.on_ray.install"}
+    hook = {"worker_process_setup_hook": "rl_hooks.stacks.on_ray.install"}
     ray.init(
         num_cpus=2,
         include_dashboard=False,

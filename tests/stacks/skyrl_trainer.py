@@ -29,7 +29,7 @@ from helpers.trainer.sent_fixtures import Alone, compare, each_alone, small_poli
 from helpers.worker.rank_fixtures import run_two_ranks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rl_hooks.trainer.stacks import on_ray
+from rl_hooks.stacks import on_ray
 
 typing.TypedDict = typing_extensions.TypedDict  # SkyRL's, with pydantic, before Python 3.12
 

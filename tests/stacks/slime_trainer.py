@@ -25,7 +25,7 @@ from helpers.trainer.sent_fixtures import Alone, Found, compare, states_alone, w
 from helpers.worker.rank_fixtures import run_two_ranks
 from megatron_cpu import Arguments, OnCPU, call_the_cpu_cuda, prepare  # type: ignore[import-not-found]
 
-HOOKS = "rl_hooks.trainer.stacks.slime"
+HOOKS = "rl_hooks.stacks.slime"
 
 
 prepare(os.environ["SLIME_SOURCE"], os.environ["MEGATRON_SOURCE"])

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from helpers.trainer.stacks_fixtures import ROOT, Stack, environment, in_environment
 
-from rl_hooks.trainer.stacks.environment import VARIABLES
+from rl_hooks.stacks.environment import VARIABLES
 
 ATTACH = ROOT / "examples/attach"
 URL = "http://127.0.0.1:8400"
@@ -138,12 +138,12 @@ def test_slimes_script_gives_both_options_and_the_functions_are_there(tmp_path: 
     assert given["env_vars"]["DRAFTALIGN_URL"] == URL
     assert command[:2] == ["python3", "train.py"]
     assert command[-2:] == ["--hf-checkpoint", "/models/policy"]
-    adapter = ast.parse((ROOT / "rl_hooks/trainer/stacks/slime.py").read_text(encoding="utf-8"))
+    adapter = ast.parse((ROOT / "rl_hooks/stacks/slime.py").read_text(encoding="utf-8"))
     functions = {one.name for one in adapter.body if isinstance(one, ast.FunctionDef)}
     for when in ("before-log-prob", "before-train-step"):
         path = command[command.index(f"--custom-megatron-{when}-hook-path") + 1]
         module, _, name = path.rpartition(".")
-        assert module == "rl_hooks.trainer.stacks.slime"
+        assert module == "rl_hooks.stacks.slime"
         assert name in functions
 
 
@@ -208,7 +208,7 @@ class TestPrimeRL:
         with_gpus = {"env-server": "0,1", "inference": "0", "orchestrator": "0,1", "torchrun": "1"}
         given = FIRST | {"DRAFTALIGN_SAMPLE_FRACTION": "0"}
         assert found["started"] == [[n, given | {"CUDA_VISIBLE_DEVICES": gpus}] for n, gpus in with_gpus.items()]
-        assert found["module"] == "rl_hooks.trainer.stacks.prime_rl"
+        assert found["module"] == "rl_hooks.stacks.prime_rl"
         assert (found["ranks"], found["policy"]) == (["--nproc-per-node=1"], True)
         assert found["drafts"] == {"method": "eagle3", "model": "/models/drafter", "num_speculative_tokens": 4}
 

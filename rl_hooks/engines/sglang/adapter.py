@@ -49,7 +49,7 @@ from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefu
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, parse_drafter, parse_object
 from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.format.engines import limits
-from rl_hooks.release import Release
+from rl_hooks.format.release import Release
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample

@@ -50,7 +50,7 @@ from rl_hooks.engines.sglang.memory import MEMORY, REFUSAL, UPDATER
 from rl_hooks.engines.sglang.rounds import COUNTER, ServedRounds
 from rl_hooks.errors import EngineError, MetricsError
 from rl_hooks.format import drafter
-from rl_hooks.release import Release
+from rl_hooks.format.release import Release
 
 log = logging.getLogger("draftalign.sglang")
 

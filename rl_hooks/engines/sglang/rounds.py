@@ -31,7 +31,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from rl_hooks.engines.counting.rounds import RoundBooks, counted_prompt
 from rl_hooks.engines.sglang import direct
 from rl_hooks.engines.sglang.memory import MEMORY, UPDATER
-from rl_hooks.release import check_receipt
+from rl_hooks.format.release import check_receipt
 
 log = logging.getLogger("draftalign.sglang")
 

@@ -12,7 +12,7 @@ from rl_hooks.engines.protocol import EngineState, engine_state, failure
 from rl_hooks.engines.vllm.core import CoreLink
 from rl_hooks.engines.vllm.swapper import Swapper, SwapProblem
 from rl_hooks.errors import MetricsError
-from rl_hooks.release import Release
+from rl_hooks.format.release import Release
 
 
 class CoreEngine:

@@ -37,7 +37,7 @@ from rl_hooks.engines.vllm.tap import VllmTap
 from rl_hooks.engines.vllm.weights import DrafterWeights, LoadedDrafter
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, fingerprint, most_bytes
 from rl_hooks.format.mtp import MtpConfig
-from rl_hooks.release import check_receipt
+from rl_hooks.format.release import check_receipt
 
 log = logging.getLogger("vllm.draftalign")
 

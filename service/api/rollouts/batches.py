@@ -21,7 +21,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from redis.exceptions import OutOfMemoryError, RedisError
 
-from rl_hooks.release import sha256_of
+from rl_hooks.format.release import sha256_of
 from rl_hooks.wire import (
     AUX_CONVENTION,
     FORMATS,

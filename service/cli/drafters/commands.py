@@ -59,7 +59,7 @@ def convert(
         from drafter.files.checkpoint import CONFIG_FILE, MODEL_FILE
         from drafter.files.formats import Verifier, export_drafter
         from drafter.files.mtp import extract_mtp
-        from rl_hooks.release import sha256_of
+        from rl_hooks.format.release import sha256_of
 
         imported = None
         if to == "mtp" and (pickle or draft_config is not None):

@@ -20,7 +20,7 @@ from service.cli.remote.client import LOCAL, AsJson, Reason, Run, Service, call,
 from service.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from rl_hooks.release import PublicKeys, VerifiedManifest
+    from rl_hooks.format.release import PublicKeys, VerifiedManifest
 
 #: A drafter version as page and headline have it.
 _NUMBER = re.compile(r"v([0-9]+)")
@@ -197,7 +197,7 @@ def fetch_to(destination: Path, service: str, run: str, version: str | None = No
 
 def public_keys() -> PublicKeys | None:
     """The service's keys that the environment names. Raises ConfigurationError."""
-    from rl_hooks.release import PublicKeys
+    from rl_hooks.format.release import PublicKeys
 
     try:
         return PublicKeys.of_environment(os.environ)
@@ -207,7 +207,7 @@ def public_keys() -> PublicKeys | None:
 
 def _offered(service: str, run: str, version: str | None) -> VerifiedManifest:
     """The manifest of a version, by default of the served one. With public keys its signature is checked."""
-    from rl_hooks.release import SIGNATURE_HEADER, new_nonce, parse_manifest
+    from rl_hooks.format.release import SIGNATURE_HEADER, new_nonce, parse_manifest
 
     keys = public_keys()
     if version is None:

@@ -34,7 +34,7 @@ from drafter.vocabulary import DraftVocabulary
 from examples.features import Rollout
 from rl_hooks.engines.counting.counters import Counts
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE
-from rl_hooks.release import RECEIPT, check_receipt
+from rl_hooks.format.release import RECEIPT, check_receipt
 
 REPOSITORY = Path(__file__).parents[3]
 PROMPTS = elicit_prompts(10, seed=3) + odd_prompts(10, seed=3)

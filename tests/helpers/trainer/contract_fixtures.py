@@ -125,7 +125,7 @@ CONTRACTS: dict[str, Contract] = {
     "TRL AsyncGRPO": Contract(
         "trl",
         "",
-        "rl_hooks.trainer.stacks.async_grpo. Tokens: a row over a prefix tree; version: `model_version`",
+        "rl_hooks.stacks.async_grpo. Tokens: a row over a prefix tree; version: `model_version`",
         (
             Site(_ASYNC, "AsyncGRPOTrainer.get_train_dataloader", ("self",)),
             Site(
@@ -163,7 +163,7 @@ CONTRACTS: dict[str, Contract] = {
     "verl FSDP engine": Contract(
         "verl",
         "verl",
-        "rl_hooks.trainer.stacks.verl is a subclass, chosen by vendor. Tokens and mask: the micro-batch; version: "
+        "rl_hooks.stacks.verl is a subclass, chosen by vendor. Tokens and mask: the micro-batch; version: "
         "`lr_scheduler.last_epoch`",
         (
             Site("verl/__init__.py", does=("_entry_points(group='verl.plugins')", "_ep.load()")),
@@ -269,7 +269,7 @@ CONTRACTS: dict[str, Contract] = {
     "AReaL FSDP actor": Contract(
         "areal",
         "areal",
-        "rl_hooks.trainer.stacks.areal is a subclass of actor and trainer. Tokens and mask: the packed micro-batch; "
+        "rl_hooks.stacks.areal is a subclass of actor and trainer. Tokens and mask: the packed micro-batch; "
         "version: `get_version`",
         (
             Site(_AREAL_FSDP, "FSDPEngine.initialize", ("addr", "ft_spec")),
@@ -598,7 +598,7 @@ CONTRACTS: dict[str, Contract] = {
     "OpenRLHF Actor": Contract(
         "openrlhf",
         "openrlhf",
-        "rl_hooks.trainer.stacks.openrlhf wraps `forward` of what the strategy prepares. Tokens and mask: its "
+        "rl_hooks.stacks.openrlhf wraps `forward` of what the strategy prepares. Tokens and mask: its "
         "arguments; version: how often it was trained between two passes without gradients, from the "
         "`global_step` on that `load_ckpt` returns",
         (
@@ -687,7 +687,7 @@ CONTRACTS: dict[str, Contract] = {
     "SkyRL FSDP policy": Contract(
         "skyrl",
         "skyrl",
-        "rl_hooks.trainer.stacks.skyrl wraps six methods. Tokens and mask: the `Experience`; version: how often "
+        "rl_hooks.stacks.skyrl wraps six methods. Tokens and mask: the `Experience`; version: how often "
         "trained weights were sent to the engines, from N on where global_step_N/policy was loaded before",
         (
             Site(f"{_SKYRL}/fsdp/fsdp_worker.py", "FSDPPolicyWorkerBase.init_model", ("model_path",)),
@@ -764,7 +764,7 @@ CONTRACTS: dict[str, Contract] = {
     "Ray": Contract(
         "ray",
         "ray",
-        "rl_hooks.trainer.stacks.on_ray is the `worker_process_setup_hook` of a runtime environment",
+        "rl_hooks.stacks.on_ray is the `worker_process_setup_hook` of a runtime environment",
         (
             Site("ray/runtime_env/runtime_env.py", says=("worker_process_setup_hook",)),
             Site("ray/_private/runtime_env/setup_hook.py", "load_and_execute_setup_hook"),

@@ -33,7 +33,7 @@ from rl_hooks.agent import download
 from rl_hooks.agent.agent import SwapAgent
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.download import prune_cache
-from rl_hooks.release import RECEIPT
+from rl_hooks.format.release import RECEIPT
 
 SMALL = CanaryRule(rounds=200)
 

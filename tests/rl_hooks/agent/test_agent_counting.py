@@ -31,7 +31,7 @@ from rl_hooks.engines.counting.counters import (
 )
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.errors import MetricsError
-from rl_hooks.release import _replayed_alpha
+from rl_hooks.format.release import _replayed_alpha
 from rl_hooks.wire import COUNTED_PROMPTS
 
 #: A canary that these few rounds satisfy.

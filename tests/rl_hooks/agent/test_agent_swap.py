@@ -33,7 +33,7 @@ from rl_hooks.agent.agent import AgentConfig, SwapAgent, pause_seconds
 from rl_hooks.agent.download import strip_shared
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.errors import AgentError, DownloadError, EngineError
-from rl_hooks.release import Release
+from rl_hooks.format.release import Release
 from rl_hooks.wire import MappedFile
 
 

@@ -42,7 +42,7 @@ from rl_hooks.engines.sglang.direct import LOADER
 from rl_hooks.engines.vllm.engine import CoreEngine
 from rl_hooks.errors import DigestError, DownloadError, EngineError, ManifestError
 from rl_hooks.format.drafter import MAX_CONFIG_BYTES, most_bytes, parse_drafter
-from rl_hooks.release import PublicKeys, new_key, parse_manifest
+from rl_hooks.format.release import PublicKeys, new_key, parse_manifest
 from rl_hooks.sending.delivery import NO_SUCH_RUN
 
 MIB = 1 << 20

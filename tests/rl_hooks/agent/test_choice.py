@@ -30,7 +30,7 @@ from rl_hooks.agent.process import (
 )
 from rl_hooks.engines.counting.counters import Counts, Snapshot
 from rl_hooks.engines.protocol import EngineState, SwapEngine
-from rl_hooks.release import Release, parse_manifest
+from rl_hooks.format.release import Release, parse_manifest
 
 
 def release(number: int, sequence: int | None = None, reason: str = "published", **changes: Any) -> Release:

@@ -19,7 +19,7 @@ from helpers.engine.agent_fixtures import MTP_CONFIG, Service, drafter_bytes, dr
 from rl_hooks.agent import download
 from rl_hooks.agent.download import fetch_release, in_thread, is_intact, prune_cache, strip_shared
 from rl_hooks.errors import DigestError, DownloadError, InvalidDrafterError, NoRoomError
-from rl_hooks.release import RECEIPT, Release, VerifiedManifest, parse_manifest
+from rl_hooks.format.release import RECEIPT, Release, VerifiedManifest, parse_manifest
 from rl_hooks.wire import MappedFile
 
 MODEL, CONFIG = "model.safetensors", "config.json"

@@ -38,7 +38,7 @@ from rl_hooks.engines.vllm.engine import CoreEngine
 from rl_hooks.engines.vllm.plugin import DrafterEndpoints
 from rl_hooks.engines.vllm.worker import RPC_METHODS, DrafterSwap
 from rl_hooks.errors import DigestError, DownloadError, OtherBytesError, SignatureError
-from rl_hooks.release import (
+from rl_hooks.format.release import (
     RECEIPT,
     PublicKeys,
     Release,

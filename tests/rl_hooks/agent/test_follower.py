@@ -23,7 +23,7 @@ from rl_hooks.durable import replace_file
 from rl_hooks.engines.counting.counters import ANOTHERS_DRAFTER, Counts, Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.errors import DownloadError, EngineError, MetricsError, OtherBytesError, SwapRefusedError
-from rl_hooks.release import RECEIPT, Release, VerifiedManifest, parse_manifest
+from rl_hooks.format.release import RECEIPT, Release, VerifiedManifest, parse_manifest
 
 RULE = CanaryRule(rounds=100, patience=1.0)
 

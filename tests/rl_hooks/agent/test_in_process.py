@@ -39,7 +39,7 @@ from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.vllm.core import CoreLink
 from rl_hooks.engines.vllm.engine import CoreEngine
 from rl_hooks.engines.vllm.swapper import Swapper
-from rl_hooks.release import Release, VerifiedManifest
+from rl_hooks.format.release import Release, VerifiedManifest
 from service.storage.queue.keys import Keys
 
 

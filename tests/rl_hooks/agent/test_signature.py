@@ -20,7 +20,7 @@ from pydantic import SecretStr
 
 from rl_hooks.agent.agent import SwapAgent
 from rl_hooks.errors import SignatureError
-from rl_hooks.release import SIGNATURE_HEADER, PublicKeys, SigningKey, new_nonce
+from rl_hooks.format.release import SIGNATURE_HEADER, PublicKeys, SigningKey, new_nonce
 from service.api.app import create_app
 from service.errors import ConfigurationError
 from service.settings import Settings

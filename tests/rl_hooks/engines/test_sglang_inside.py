@@ -36,7 +36,7 @@ from rl_hooks.engines.sglang.memory import MEMORY
 from rl_hooks.engines.sglang.rounds import ServedRounds, StepCounter
 from rl_hooks.engines.vllm.engine import CoreEngine
 from rl_hooks.errors import EngineError, OtherBytesError, SwapRefusedError
-from rl_hooks.release import Release, VerifiedManifest
+from rl_hooks.format.release import Release, VerifiedManifest
 from rl_hooks.wire import COUNTED_DIGITS, prompt_hash
 
 SETTINGS = ServiceSettings("http://127.0.0.1:9", run="live")

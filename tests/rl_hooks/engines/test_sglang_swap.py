@@ -48,7 +48,7 @@ from rl_hooks.engines.sglang.loader import (
 )
 from rl_hooks.engines.sglang.memory import MEMORY
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
-from rl_hooks.release import Release, VerifiedManifest
+from rl_hooks.format.release import Release, VerifiedManifest
 from service.monitor import records
 
 #: Bits that flip before a load; `make chaos` 1,000.

@@ -22,8 +22,8 @@ from torch import nn
 
 from rl_hooks.errors import HookError
 from rl_hooks.hook import DrafterHook
+from rl_hooks.stacks import nemo_rl, openrlhf, prime_rl, skyrl
 from rl_hooks.trainer.megatron.part import _refuse
-from rl_hooks.trainer.stacks import nemo_rl, openrlhf, prime_rl, skyrl
 
 #: What each says that works.
 INSTEAD = r".*let the engine send instead: .*DRAFTALIGN_SAMPLE_FRACTION=0\.05.*docs/guide/vllm\.md"
@@ -44,17 +44,17 @@ def _packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
     yield
-    sys.modules.pop("rl_hooks.trainer.stacks.areal", None)  # it was made of these
+    sys.modules.pop("rl_hooks.stacks.areal", None)  # it was made of these
 
 
 def verl() -> None:
-    engine = importlib.import_module("rl_hooks.trainer.stacks.verl").register()()
+    engine = importlib.import_module("rl_hooks.stacks.verl").register()()
     engine.ulysses_sequence_parallel_size, engine.use_remove_padding = 2, True
     engine._attach({})
 
 
 def areal(**sizes: int) -> None:
-    actor = importlib.import_module("rl_hooks.trainer.stacks.areal").DraftalignPPOActor()
+    actor = importlib.import_module("rl_hooks.stacks.areal").DraftalignPPOActor()
     actor.parallel_helper, actor.enable_tree_training = SimpleNamespace(**{"tp_size": 1, "sp_size": 1} | sizes), False
     actor._attach({})
 

@@ -12,7 +12,7 @@ from helpers.engine.agent_fixtures import drafter_bytes, drafter_config
 from helpers.service.service_fixtures import RunningService
 from typer.testing import CliRunner
 
-from rl_hooks.release import new_key
+from rl_hooks.format.release import new_key
 from service.cli.main import app
 from service.errors import ConfigurationError
 

@@ -23,7 +23,7 @@ from helpers.service.service_fixtures import RunningService, publish
 from pydantic import ValidationError
 
 from rl_hooks.agent.download import fetch_release
-from rl_hooks.release import parse_manifest
+from rl_hooks.format.release import parse_manifest
 from service.api import drafters as service_drafters
 from service.errors import ConfigurationError, ObjectStoreError
 from service.monitor.events import GateEvidence

@@ -22,7 +22,7 @@ from helpers.worker.worker_fixtures import Bench, alive, nest
 from rl_hooks.agent.agent import AgentConfig, SwapAgent
 from rl_hooks.engines.counting.counters import Counts, Snapshot
 from rl_hooks.engines.protocol import EngineState
-from rl_hooks.release import Release
+from rl_hooks.format.release import Release
 
 #: Gauges that tell the time, what the API's process did, and how much of the disk other processes leave.
 _OF_THE_HOST = re.compile(r"heartbeat|_seconds|_timestamp|_age|queue_limit_bytes")

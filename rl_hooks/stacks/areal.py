@@ -1,6 +1,6 @@
 """AReaL's trainer with the hook in its FSDP actor: in your script, `DraftalignPPOTrainer` for `PPOTrainer`.
 
->>> from rl_hooks.trainer.stacks.areal import DraftalignPPOTrainer
+>>> from rl_hooks.stacks.areal import DraftalignPPOTrainer
 >>> DraftalignPPOTrainer(config, train_dataset=..., valid_dataset=...)     # with DRAFTALIGN_URL in the environment
 
 Both are subclasses of AReaL's own; nothing of it is patched. Written against AReaL 1.0.4. Four questions are answered:
@@ -25,9 +25,9 @@ from areal.trainer.rl_trainer import PPOTrainer
 from areal.utils.environ import is_single_controller
 
 from rl_hooks.errors import ENGINE_INSTEAD, UnsupportedTrainerError
+from rl_hooks.stacks.environment import VARIABLES, attached
 from rl_hooks.trainer.base import captured, left_out_for_images
 from rl_hooks.trainer.hook import DrafterHook
-from rl_hooks.trainer.stacks.environment import VARIABLES, attached
 
 _log = logging.getLogger("rl_hooks")
 

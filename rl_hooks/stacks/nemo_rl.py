@@ -1,4 +1,4 @@
-"""NeMo-RL's DTensor policy workers with the hook on them; `rl_hooks.trainer.stacks.on_ray` says how they get it.
+"""NeMo-RL's DTensor policy workers with the hook on them; `rl_hooks.stacks.on_ray` says how they get it.
 
 Both of its FSDP2 workers: Automodel's (`dtensor_cfg._v2`), and the one before it. Written against NeMo-RL 7ea279ab.
 Four questions are answered here:
@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from rl_hooks.errors import ENGINE_INSTEAD, UnsupportedTrainerError
+from rl_hooks.stacks.environment import attached
 from rl_hooks.trainer.base import captured, left_out_for_images
 from rl_hooks.trainer.hook import DrafterHook
-from rl_hooks.trainer.stacks.environment import attached
 
 #: What gives a batch's micro-batches. A second call in a pass is for forwards that only keep the ranks in step.
 ITERATORS: Final = tuple(

@@ -34,8 +34,8 @@ from helpers.trainer.hooks_fixtures import Receiver, as_float, mapped, receiver
 
 from rl_hooks import wire
 from rl_hooks.errors import UnsupportedTrainerError
-from rl_hooks.trainer.stacks.async_grpo import AsyncAttachment
-from rl_hooks.trainer.stacks.attachment import PromptKinds
+from rl_hooks.stacks.async_grpo import AsyncAttachment
+from rl_hooks.stacks.attachment import PromptKinds
 from rl_hooks.trl import attach
 
 pytestmark = [

@@ -1,6 +1,6 @@
 """prime-rl's trainer with the hook in it: start this module where you would start `prime_rl.trainer.rl.train`.
 
->>> torchrun --nproc-per-node=8 -m rl_hooks.trainer.stacks.prime_rl @ trainer.toml     # with DRAFTALIGN_URL set
+>>> torchrun --nproc-per-node=8 -m rl_hooks.stacks.prime_rl @ trainer.toml     # with DRAFTALIGN_URL set
 
 Of that module three names are wrapped; nothing else of prime-rl is touched. Written against prime-rl 0.8.1.dev67. Four
 questions are answered:
@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_hooks.errors import ENGINE_INSTEAD, UnsupportedTrainerError
+from rl_hooks.stacks.environment import attached
 from rl_hooks.trainer.base import captured, left_out_for_images, one_temperature
 from rl_hooks.trainer.hook import DrafterHook
-from rl_hooks.trainer.stacks.environment import attached
 
 TRAINER: Final = "prime_rl.trainer.rl.train"
 _log = logging.getLogger("rl_hooks")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from rl_hooks.stacks.environment import attached
 from rl_hooks.trainer.hook import DrafterKeywords
 from rl_hooks.trainer.megatron.hook import MegatronKeywords
-from rl_hooks.trainer.stacks.environment import attached
 
 
 def told(monkeypatch: pytest.MonkeyPatch, keywords: Any = None, **environment: str) -> list[dict[str, Any]]:

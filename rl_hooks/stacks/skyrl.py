@@ -1,4 +1,4 @@
-"""SkyRL's FSDP policy workers with the hook on them; `rl_hooks.trainer.stacks.on_ray` says how they get it.
+"""SkyRL's FSDP policy workers with the hook on them; `rl_hooks.stacks.on_ray` says how they get it.
 
 Written against SkyRL 0.3.0. Four questions are answered here:
 
@@ -23,10 +23,10 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from rl_hooks.errors import ENGINE_INSTEAD, UnsupportedTrainerError
+from rl_hooks.stacks.environment import attached
+from rl_hooks.stacks.openrlhf import experience_rollouts
 from rl_hooks.trainer.base import captured, left_out_for_images
 from rl_hooks.trainer.hook import DrafterHook
-from rl_hooks.trainer.stacks.environment import attached
-from rl_hooks.trainer.stacks.openrlhf import experience_rollouts
 
 #: A policy's part of a checkpoint, as SkyRL's trainers call it.
 _CHECKPOINT: Final = re.compile(r".*global_step_(\d+)/policy/?")

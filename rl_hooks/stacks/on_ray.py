@@ -1,6 +1,6 @@
 """OpenRLHF, SkyRL or NeMo-RL on Ray with the hook in its policy, by one line of Ray's environment and no fork.
 
->>> ray job submit --runtime-env-json '{"worker_process_setup_hook": "rl_hooks.trainer.stacks.on_ray.install",
+>>> ray job submit --runtime-env-json '{"worker_process_setup_hook": "rl_hooks.stacks.on_ray.install",
 ...     "env_vars": {"DRAFTALIGN_URL": "http://service:8400"}}' -- python -m openrlhf.cli.train_ppo_ray ...
 
 Ray calls `install` in each of its worker processes before the trainer's code. When the trainer's own module is imported
@@ -20,16 +20,16 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Final
 
-from rl_hooks.trainer.stacks.environment import ENGINES_SHARE
+from rl_hooks.stacks.environment import ENGINES_SHARE
 
 _log = logging.getLogger("rl_hooks")
 _NEMO_RL: Final = "nemo_rl.models.policy.workers"
 #: Module of a trainer: the class in it that is extended, and the adapter that does it.
 _EXTENDED: Final = {
-    "openrlhf.utils.deepspeed.deepspeed": ("DeepspeedStrategy", "rl_hooks.trainer.stacks.openrlhf"),
-    "skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker": ("FSDPPolicyWorkerBase", "rl_hooks.trainer.stacks.skyrl"),
-    f"{_NEMO_RL}.dtensor_policy_worker": ("DTensorPolicyWorkerImpl", "rl_hooks.trainer.stacks.nemo_rl"),
-    f"{_NEMO_RL}.dtensor_policy_worker_v2": ("DTensorPolicyWorkerV2Impl", "rl_hooks.trainer.stacks.nemo_rl"),
+    "openrlhf.utils.deepspeed.deepspeed": ("DeepspeedStrategy", "rl_hooks.stacks.openrlhf"),
+    "skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker": ("FSDPPolicyWorkerBase", "rl_hooks.stacks.skyrl"),
+    f"{_NEMO_RL}.dtensor_policy_worker": ("DTensorPolicyWorkerImpl", "rl_hooks.stacks.nemo_rl"),
+    f"{_NEMO_RL}.dtensor_policy_worker_v2": ("DTensorPolicyWorkerV2Impl", "rl_hooks.stacks.nemo_rl"),
 }
 
 

@@ -11,7 +11,7 @@ from helpers.trainer.hooks_fixtures import padded_batch, receiver
 from helpers.trainer.openrlhf_fixtures import Actor
 
 from rl_hooks import wire
-from rl_hooks.trainer.stacks.openrlhf import attach
+from rl_hooks.stacks.openrlhf import attach
 
 
 def passes(version: Callable[[], int] | None, *kinds: dict[str, Any] | None) -> list[int]:

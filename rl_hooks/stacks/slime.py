@@ -1,7 +1,7 @@
 """slime's and miles' Megatron actor with the hook in it: two options of their own command line name its functions.
 
---custom-megatron-before-log-prob-hook-path rl_hooks.trainer.stacks.slime.before_log_prob
---custom-megatron-before-train-step-hook-path rl_hooks.trainer.stacks.slime.before_train_step
+--custom-megatron-before-log-prob-hook-path rl_hooks.stacks.slime.before_log_prob
+--custom-megatron-before-train-step-hook-path rl_hooks.stacks.slime.before_train_step
 
 Both are needed: where one optimizer step follows a rollout, slime has no pass for old log-probabilities by default. The
 second also puts the hook's numbers (`draftalign/...`) into their own log, by the functions that they log with. Of
@@ -27,9 +27,9 @@ import torch
 from torch import nn
 
 from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.stacks.environment import attached
 from rl_hooks.trainer.base import captured
 from rl_hooks.trainer.megatron.hook import MegatronHook, MegatronKeywords, attach
-from rl_hooks.trainer.stacks.environment import attached
 
 #: Where each of them makes a forward of a micro-batch. A process has one of the two.
 MODULES: Final = ("slime.backends.megatron_utils.model", "miles.backends.megatron_utils.model")

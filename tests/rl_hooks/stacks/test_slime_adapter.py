@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_hooks.sending.tally import Tally
+from rl_hooks.stacks import slime as adapter
 from rl_hooks.trainer.base import TrainerGuard
-from rl_hooks.trainer.stacks import slime as adapter
 
 SIZES = ((3, 4), (2, 5))  # prompt, response
 PADDED = 16

@@ -17,7 +17,7 @@ from helpers.trainer.openrlhf_fixtures import Actor
 
 from rl_hooks import wire
 from rl_hooks.engines.settings import ServiceSettings
-from rl_hooks.trainer.stacks import on_ray
+from rl_hooks.stacks import on_ray
 
 MODULE = "openrlhf.utils.deepspeed.deepspeed"
 STRATEGY = """

@@ -24,9 +24,9 @@ import torch
 
 from rl_hooks.errors import ENGINE_INSTEAD, UnsupportedTrainerError
 from rl_hooks.sending.tally import Tally
+from rl_hooks.stacks.environment import attached
 from rl_hooks.trainer.base import captured, left_out_for_images, one_temperature
 from rl_hooks.trainer.hook import DrafterHook
-from rl_hooks.trainer.stacks.environment import attached
 
 VENDOR: Final = "draftalign"
 _log = logging.getLogger("rl_hooks")

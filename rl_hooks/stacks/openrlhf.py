@@ -1,6 +1,6 @@
 """OpenRLHF's `Actor` with the hook on it, in DeepSpeed's ZeRO-3 or not, packed or padded.
 
->>> from rl_hooks.trainer.stacks.openrlhf import attach
+>>> from rl_hooks.stacks.openrlhf import attach
 >>> attach(actor, "http://127.0.0.1:8400", rank=strategy.get_rank(), world_size=strategy.world_size)
 
 `actor` is the policy's `openrlhf.models.Actor`, in the process that trains it; attach before or after
@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rl_hooks.errors import ENGINE_INSTEAD, UnsupportedTrainerError
+from rl_hooks.stacks.environment import attached
 from rl_hooks.trainer.base import captured, left_out_for_images
 from rl_hooks.trainer.hook import DrafterHook
-from rl_hooks.trainer.stacks.environment import attached
 
 _log = logging.getLogger("rl_hooks")
 

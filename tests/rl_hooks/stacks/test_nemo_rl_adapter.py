@@ -14,7 +14,7 @@ from helpers.trainer.hooks_fixtures import Receiver, receiver
 from helpers.trainer.sent_fixtures import small_policy
 
 from rl_hooks import wire
-from rl_hooks.trainer.stacks import nemo_rl
+from rl_hooks.stacks import nemo_rl
 
 LENGTHS = torch.tensor([12, 11])
 PLACES = torch.arange(16)

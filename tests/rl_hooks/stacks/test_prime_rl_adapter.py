@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rl_hooks import wire
 from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.stacks import prime_rl as adapter
 from rl_hooks.trainer.hook import DrafterHook
-from rl_hooks.trainer.stacks import prime_rl as adapter
 
 LENGTHS, PADDING = (5, 7, 4), 3
 

@@ -16,7 +16,7 @@ from helpers.trainer.sent_fixtures import small_policy
 
 from rl_hooks import wire
 from rl_hooks.errors import UnsupportedTrainerError
-from rl_hooks.trainer.stacks import skyrl
+from rl_hooks.stacks import skyrl
 
 BATCH = padded_batch([(3, 9), (7, 4)])
 RESPONSE = 9

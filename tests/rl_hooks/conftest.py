@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rl_hooks.trainer.stacks.environment import ENGINES_SHARE
+from rl_hooks.stacks.environment import ENGINES_SHARE
 
 if TYPE_CHECKING:
     from helpers.trainer.hooks_fixtures import Receiver

@@ -15,7 +15,7 @@ import pytest
 from helpers.engine.agent_fixtures import manifest, sha256
 
 from rl_hooks.errors import DigestError, ManifestError, SignatureError
-from rl_hooks.release import (
+from rl_hooks.format.release import (
     NONCE_PATTERN,
     RECEIPT,
     PublicKeys,

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rl_hooks.stacks.attachment import Attachment, PromptKinds
 from rl_hooks.trainer.hook import DrafterHook
-from rl_hooks.trainer.stacks.attachment import Attachment, PromptKinds
 
 #: Columns of the batch. int64 [ranks, T]: where the forward has each token of the rollouts, end to end; -1: padding.
 _PLACES: Final = "draftalign_places"

@@ -16,8 +16,8 @@ import torch
 
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.sending.tally import Tally
+from rl_hooks.stacks.verl import micro_batch_rollouts, register, told_of
 from rl_hooks.trainer.base import TrainerGuard
-from rl_hooks.trainer.stacks.verl import micro_batch_rollouts, register, told_of
 
 ROOT = Path(__file__).parents[3]
 #: Two rollouts: 2 + 3 tokens, and 1 + 2; the first response has a tool's token in the middle.
@@ -85,7 +85,7 @@ def test_rollouts_with_images_are_left_out_by_name(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize(("vendor", "refused"), [("draftalign", True), ("nvidia", False)])
 def test_a_verl_that_cannot_be_extended_is_named_and_another_vendor_touches_nothing(vendor: str, refused: bool) -> None:
     environment = os.environ | {"VERL_ENGINE_VENDOR": vendor}
-    command = [sys.executable, "-c", "import rl_hooks.trainer.stacks.verl"]
+    command = [sys.executable, "-c", "import rl_hooks.stacks.verl"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode != 0, "draftalign is OFF: this verl" in done.stderr) == (refused, refused)
     assert refused or not done.stderr
