@@ -163,12 +163,13 @@ def bearer(token: str | None) -> dict[str, str]:
     """
     if token is None or not token.startswith("@"):
         return {} if token is None else {"Authorization": f"Bearer {token}"}
+    named = f"the file {token[1:]} that DRAFTALIGN_TOKEN names"
     try:
-        found = clean_token(at_home(token[1:]).read_text("latin-1"), "its text")
-        if found is None:
-            raise ValueError("it is empty; expected a token")
+        found = clean_token(at_home(token[1:]).read_text("latin-1"), named)
     except (OSError, ValueError) as error:
-        raise ReplyError(f"DRAFTALIGN_TOKEN names the file {token[1:]}: {error}; nothing is asked") from error
+        raise ReplyError(f"{named} cannot be used, so nothing is asked: {error}") from error
+    if found is None:
+        raise ReplyError(f"{named} is empty; expected a token")
     return {"Authorization": f"Bearer {found}"}
 
 

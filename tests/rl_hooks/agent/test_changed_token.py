@@ -39,7 +39,7 @@ def test_a_token_that_is_taken_back_and_changed_in_a_file_costs_no_rollouts_and_
         eventually(lambda: agent.metrics.errors.labels("service", "ManifestError")._value.get() > 0)
         served = service.publish(content=drafter_bytes(1), config=json.dumps(drafter_config())).version
         told.unlink()
-        eventually(lambda: f"names the file {told}: [Errno 2]" in sender.stats()["last_error"])
+        eventually(lambda: f"file {told} that DRAFTALIGN_TOKEN names cannot be used" in sender.stats()["last_error"])
         told.write_text(tokens.secrets["second"])
         assert sender.flush(60)
         eventually(lambda: engine.version == served)
