@@ -50,7 +50,7 @@ from rl_hooks.format.release import (
     parse_manifest,
 )
 from rl_hooks.sending.delivery import NO_SUCH_RUN
-from rl_hooks.sending.exchange import Origin, clean_token, trusted
+from rl_hooks.sending.exchange import Origin, bearer, clean_token, trusted
 
 log = logging.getLogger("draftalign.agent")
 
@@ -424,8 +424,12 @@ def _any_peer(config: AgentConfig) -> dict[str, Any]:
 
 def _service(config: AgentConfig) -> dict[str, Any]:
     """What a client of the service needs besides."""
-    headers = {"Authorization": f"Bearer {config.token}"} if config.token else {}
-    return {"base_url": config.service_url, "headers": headers}
+
+    def signed_in(request: httpx.Request) -> httpx.Request:
+        request.headers.update(bearer(config.token))
+        return request
+
+    return {"base_url": config.service_url, "auth": signed_in}
 
 
 def run_agent(config: AgentConfig) -> None:

@@ -119,12 +119,13 @@ class Reports:
         self._metrics.last_contact.labels(SERVICE).set_to_current_time()
 
     def _warn(self, engine: str, response: Answer) -> None:
-        """Log the service's warning about a report, once. Raises ReportError for a proxy's page: no JSON object."""
+        """Log the service's warning about a report, once. Raises ReportError for an answer of something else."""
         try:
-            warning = response.json().get("warning")
-        except (ValueError, AttributeError):
+            answer = response.json()
+            warning = answer["stored"] and answer.get("warning")
+        except (ValueError, TypeError, KeyError):
             text = f"answered {response.status_code} with {response.content[:60]!r}; is it a draftalign service?"
-            raise ReportError(f"POST /acceptance: expected JSON, {text}") from None
+            raise ReportError(f"POST /acceptance: expected the service's JSON, {text}") from None
         if isinstance(warning, str):
             self.say(engine, logging.WARNING, warning)
 

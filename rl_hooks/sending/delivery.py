@@ -8,7 +8,8 @@
 | `run-closed` to anything | a person drains or archived the run: the same |
 | `no-such-run` after the registration was refused | nobody else has registered the run: the same |
 | `no-such-run` after it was accepted | dropped; `lost` asks for another registration |
-| 429, 5xx, no connection, no HTTP, 2xx without JSON | retried after a backoff or Retry-After, while patience lasts |
+| 401, 403, 429, 5xx, no connection, no HTTP | retried after a backoff or Retry-After, while patience lasts |
+| 2xx of something else | the same |
 | 401, 403, and any refusal by a proxy, of a job with `keep` | the same without an end: a person may mend it |
 | `too-many-runs`, `run-damaged` | a person has to act: the same, but after a minute |
 | `StoreUnreachable` from an upload by the object store | the same file through the API, and all for five minutes |
@@ -62,12 +63,12 @@ _JITTER: Final = random.Random()  # noqa: S311 - not the global generator: the t
 def _may_pass(job: Job, status: int, kind: object) -> bool:
     """Whether a refusal may end, by itself or by what a person does. `kind`: the type of its problem document.
 
-    A job with `keep` is also sent again after 401 and 403, and after any refusal by a proxy.
+    A token is changed while trainings run. A job with `keep` is also sent again after any refusal by a proxy.
     """
-    if status == 429 or status >= 500 or status in job.retry_statuses or kind in _TAKES_A_PERSON:
+    if status in (401, 403, 429) or status >= 500 or status in job.retry_statuses or kind in _TAKES_A_PERSON:
         return True
     ours = status in (409, 422) or (isinstance(kind, str) and kind.startswith("urn:draftalign:"))
-    return job.keep and (status in (401, 403) or not ours)
+    return job.keep and not ours
 
 
 def _passes_soon(status: int, kind: object) -> bool:
@@ -165,10 +166,16 @@ class ServiceClient:
         return "dropped_error"
 
     def _send(self, method: str, path: str, headers: Mapping[str, str], parts: Parts) -> Reply:
-        """Ask the service. A 2xx without JSON is a proxy's page, and nothing that the service has taken: ReplyError."""
+        """Ask the service. Raises ReplyError for a 2xx of something else, such as a proxy: nothing took the file.
+
+        The service's own has its number, which a proxy may remove, or names the run, or where to put the file.
+        """
         reply = self.service.ask(method, path, headers, parts, timeout_seconds=self.timeout_seconds)
-        if 200 <= reply.status < 300 and reply.document is None:
-            raise ReplyError(f"expected JSON, got {reply.status} with {reply.body[:60]!r}, which is a proxy's, maybe")
+        ours = wire.API_HEADER.lower() in reply.headers or {"run", "upload"} & reply.fields.keys()
+        if 200 <= reply.status < 300 and (reply.document is None or not ours):
+            raise ReplyError(
+                f"expected the service's JSON, got {reply.status} with {reply.body[:60]!r}, which is a proxy's, maybe"
+            )
         return reply
 
     def _direct(self, job: Job, parts: Parts, headers: Mapping[str, str]) -> DirectUpload | None:
@@ -212,7 +219,7 @@ class ServiceClient:
             return "duplicates"
         text = f"{self._name(job)} was answered {reply.status}: {reply.detail}"
         if reply.status == 401:
-            text += " (give token=, or set DRAFTALIGN_TOKEN in this process's environment)"
+            text += " (give token=, or set DRAFTALIGN_TOKEN in this process's environment; @FILE may be changed)"
         elif reply.status == 404 and kind in (None, _NOT_FOUND):
             text += " (is it a draftalign service?)"
         if registers:

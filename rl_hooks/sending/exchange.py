@@ -31,7 +31,7 @@ _MAX_INTERIM: Final = 8
 
 
 class ReplyError(OSError):
-    """What came is no answer of the service: no HTTP, or a 2xx without JSON."""
+    """What came is no answer of the service (no HTTP, or a 2xx of something else), or nothing could be asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +156,23 @@ def exchange(
         connection.close()
 
 
+def bearer(token: str | None) -> dict[str, str]:
+    """The headers of a token. `@path` is one in a file, which is read for each request: a person may change it there.
+
+    Raises ReplyError for a file that cannot be read, or that holds no token.
+    """
+    if token is None or not token.startswith("@"):
+        return {} if token is None else {"Authorization": f"Bearer {token}"}
+    named = f"the file {token[1:]} that DRAFTALIGN_TOKEN names"
+    try:
+        found = clean_token(at_home(token[1:]).read_text("latin-1"), named)
+    except (OSError, ValueError) as error:
+        raise ReplyError(f"{named} cannot be used, so nothing is asked: {error}") from error
+    if found is None:
+        raise ReplyError(f"{named} is empty; expected a token")
+    return {"Authorization": f"Bearer {found}"}
+
+
 def clean_token(token: str | None, named: str) -> str | None:
     """The token without the white space around it, which secrets and files often have; None for none.
 
@@ -185,8 +202,7 @@ class RunService:
         timeout_seconds: float,
     ) -> Reply:
         """`exchange`, with the token."""
-        if self.token is not None:
-            headers = {**headers, "Authorization": f"Bearer {self.token}"}
+        headers = {**headers, **bearer(self.token)}
         return exchange(self.origin, method, path, headers, body, timeout_seconds=timeout_seconds)
 
 

@@ -69,13 +69,12 @@ def client_of(service: str, **more: Any) -> httpx.Client:
     """A client of the service, with the token and the authorities that the environment names."""
     import httpx
 
-    from rl_hooks.sending.exchange import clean_token, trusted
+    from rl_hooks.sending.exchange import ReplyError, bearer, clean_token, trusted
 
     try:
-        token = clean_token(os.environ.get("DRAFTALIGN_TOKEN"), "DRAFTALIGN_TOKEN")
-    except ValueError as error:
+        headers = bearer(clean_token(os.environ.get("DRAFTALIGN_TOKEN"), "DRAFTALIGN_TOKEN"))
+    except (ValueError, ReplyError) as error:
         raise ConfigurationError(str(error)) from error
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     tls = trusted(os.environ.get("DRAFTALIGN_CA_FILE"))
     try:
         return httpx.Client(base_url=service.rstrip("/"), headers=headers, verify=tls, **more)
@@ -88,11 +87,14 @@ def call(
 ) -> httpx.Response:
     """Call the service; ConfigurationError if it refuses, or does not answer within `timeout` seconds.
 
+    A change is asked for only where `GET /healthz` tells of no other contract.
     The default is 15 s for a GET and 120 s for a change; the connection may take 5 s. After 5 s the command says that
     it waits. While the service is away or has no room, or a proxy answers with a page of its own, the call is repeated
     for `patience` seconds.
     """
     import httpx
+
+    from rl_hooks import wire
 
     deadline = time.monotonic() + patience
     seconds = timeout or (_READ_SECONDS if method == "GET" else _CHANGE_SECONDS)
@@ -101,7 +103,9 @@ def call(
         waiting.start()
         try:
             with client_of(service, timeout=httpx.Timeout(seconds, connect=_CONNECT_SECONDS)) as client:
-                answer = client.request(method, path, **more)
+                answer = client.get("/healthz") if method != "GET" else None
+                if answer is None or not wire.other_api(answer.headers, ""):  # what another one does cannot be known
+                    answer = client.request(method, path, **more)
         except httpx.UnsupportedProtocol as error:
             raise ConfigurationError(f"--service {service!r} is no URL; expected one like {LOCAL}") from error
         except httpx.ConnectTimeout:

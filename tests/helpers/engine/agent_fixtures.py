@@ -264,7 +264,7 @@ class Service(Peer):
             with self.lock:
                 if self.acceptance_status == 200:
                     self.reports.append(body)
-            self.send_json(handler, self.acceptance_status, {})
+            self.send_json(handler, self.acceptance_status, {"stored": True})
         else:
             _, _, version, name = path.split("/")
             self._file(handler, self.files[version, name])

@@ -103,7 +103,7 @@ class Receiver:
     answer: Callable[[Received], Answer] = lambda _request: (202, {}, {"duplicate": False})
     #: Answer to how the run stands; None: nobody answers that.
     stands: dict[str, Any] | None = None
-    misbehave: str = ""  # "", "reset", "garbage", "slow", "silent"
+    misbehave: str = ""  # "", "reset", "garbage", "slow", "silent", "foreign"
 
     def rollouts(self) -> list[Received]:
         return [r for r in self.requests if r.path.startswith("/rollouts")]
@@ -155,6 +155,8 @@ def receiver(port: int = 0) -> Iterator[Receiver]:
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
+            if state.misbehave != "foreign" and wire.API_HEADER not in headers:
+                self.send_header(wire.API_HEADER, str(wire.API_VERSION))
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import email.utils
 import faulthandler
+import json
 import logging
 import os
 import socket
@@ -134,14 +135,15 @@ def test_nothing_ends_for_good_where_the_run_may_be_registered(statuses: tuple[i
         sender.close()
 
 
-def test_a_page_that_a_proxy_answers_with_200_takes_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """A maintenance page, say. The service itself answers with JSON, so what is not is sent again."""
-    pages = 4
+@pytest.mark.parametrize("page", ["<!doctype html><html>", {"status": "ok"}, [], {}], ids=str)
+def test_what_something_else_answers_with_200_takes_nothing(page: object, caplog: pytest.LogCaptureFixture) -> None:
+    """A proxy's maintenance page, or another service. What does not name the run is sent again."""
+    pages = 2
     with receiver() as service, caplog.at_level(logging.WARNING, "rl_hooks"):
+        service.misbehave = "foreign"
 
         def answer(_request: Received) -> Answer:
-            page = len(service.requests) < pages
-            return (200, {}, "<!doctype html><html>") if page else (202, {}, {})
+            return (200, {}, page) if len(service.requests) < pages else (202, {}, {"run": "r"})
 
         service.answer = answer
         sender = RolloutSender(service.url, run="r")
@@ -151,7 +153,7 @@ def test_a_page_that_a_proxy_answers_with_200_takes_nothing(caplog: pytest.LogCa
         assert (stats["sent"], stats["retries"], stats["dropped_error"]) == (2, pages, 0)
         assert [request.body for request in service.requests] == [b"0"] * (pages + 1) + [b"1"]
         sender.close()
-    assert "expected JSON, got 200 with b'\"<!doctype html><html>\"'" in caplog.text
+    assert f"expected the service's JSON, got 200 with {json.dumps(page).encode()!r}" in caplog.text
 
 
 def test_a_registration_outlasts_a_token_that_is_missing_at_first_and_a_proxy_that_is_starting(
@@ -220,7 +222,7 @@ def test_a_token_that_no_header_can_hold_is_refused_and_not_told(monkeypatch: py
 def test_a_401_says_where_the_token_is_given(caplog: pytest.LogCaptureFixture) -> None:
     with receiver() as service, caplog.at_level(logging.WARNING, "rl_hooks"):
         service.answer = lambda _request: (401, {}, {"detail": "no token came"})
-        sender = RolloutSender(service.url)
+        sender = RolloutSender(service.url, patience_seconds=0.0)
         sender.submit([b"z"])
         assert "no token came (give token=" in str(finished(sender)["last_error"])
         sender.close()
@@ -367,7 +369,7 @@ def test_an_answer_that_drips_without_end_is_given_up_in_time(silent: bool) -> N
 )
 def test_a_number_that_nothing_holds_costs_a_registration_one_try_and_not_its_life(header: str) -> None:
     def serve(listener: socket.socket) -> None:
-        for first in (f"503 Away\r\n{header}\r\n\r\n", "201 Created\r\nContent-Length: 2\r\n\r\n{}"):
+        for first in (f"503 Away\r\n{header}\r\n\r\n", '201 Created\r\nContent-Length: 11\r\n\r\n{"run":"r"}'):
             connection, _ = listener.accept()
             with connection:
                 connection.recv(1 << 16)
@@ -392,7 +394,8 @@ def test_the_body_follows_any_interim_answer() -> None:
             connection.sendall(b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n")
             while not connection.recv(1 << 16).endswith(b"body"):
                 pass
-            connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 202 Accepted\r\nContent-Length: 2\r\n\r\n{}")
+            connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 202 Accepted\r\nContent-Length: 11\r\n\r\n")
+            connection.sendall(b'{"run":"r"}')
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve, args=(listener,), daemon=True).start()

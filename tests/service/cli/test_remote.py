@@ -210,12 +210,25 @@ def test_a_service_of_another_contract_is_said_to_be_one(
 
     other = "expected Draftalign-Api: 2, got '1'; use the draftalign command of the service's version"
     assert refused("runs") == f"{service.url} answered 200: {other}"
-    told = refused("state", "paused", "--run", "default")
-    assert told.endswith(f"{other}; it may have done what was asked all the same: look before you ask again")
-    assert service.client.get("/runs/default").json()["state"] == "paused"
+    for change in (("state", "paused", "--run", "default"), ("runs", "--delete", "default", "--yes")):
+        assert refused(*change) == f"{service.url} answered 200: {other}"
+    assert service.client.get("/runs/default").json()["state"] == "active", "it was not asked"
     told = refused("state", "--run", "other")  # a call that another contract does not have is answered 404
     assert "answered 404: " in told
     assert told.endswith(f"; {other}")
+
+
+def test_a_change_by_a_replica_of_another_contract_is_to_be_looked_for(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While replicas are replaced one after the other, that one need not be the one that was asked for its number."""
+    service.register()
+    monkeypatch.setattr(wire, "other_api", lambda _headers, client: client and "another contract")
+    told = CliRunner().invoke(app, ["state", "paused", "--run", "default", "--service", service.url])
+    assert str(told.exception).endswith(
+        "another contract; it may have done what was asked all the same: look before you ask again"
+    )
+    assert service.client.get("/runs/default").json()["state"] == "paused"
 
 
 def test_a_service_whose_number_a_proxy_removes_is_used_with_one_warning(
