@@ -116,7 +116,7 @@ def scored(
     path.write_bytes(bench.world.rollout_file(name, prompts=prompts, policy_version=policy_version, offered=(99, 1234)))
     batch = load_batch(path)
     loaded = Loaded(Entry("1-1", name, path.name, 1, 1, batch.rollouts, policy_version, policy_version, 1), path, batch)
-    scored = worker.learner.scorer.score(loaded, worker.inbox, "all")
+    scored = worker.learner.scorer.score(loaded, "all")
     assert scored is not None
     return batch, scored[1]
 
