@@ -73,7 +73,7 @@ def evaluate(
         tokens += batch.tokens
         policy = policy_at(batch.policy_version)
         own.append(replay(drafter, batch, policy, depth=depth, drafting=drafting))
-        ngram.append(ngram_replay(batch, depth=depth))
+        ngram.append(ngram_replay(batch.input_ids, batch.loss_mask, batch.cu_seqlens, depth=depth))
     if not versions:
         raise DrafterError("expected at least one batch of rollouts to evaluate on")
     return Evaluation(

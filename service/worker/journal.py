@@ -100,12 +100,8 @@ class EngineReports:
             log.exception("%s: what engines report cannot be read; nothing changes about publishing", self._run)
             return self._held
         if (found is None) != (self._held is None):
-            said = (
-                "publishing goes on: live and replay α agree again"
-                if found is None
-                else f"nothing is published: {found}"
-            )
-            log.warning("%s: %s", self._run, said)
+            agree = "publishing goes on: live and replay α agree again"
+            log.warning("%s: %s", self._run, agree if found is None else f"nothing is published: {found}")
         self._held = found
         return found
 
