@@ -214,7 +214,7 @@ class Draftalign:
         if any(e["event"] == "rolled_back" for e in offers):
             self.account.says = "an archived version is better"
         elif not self._died:
-            self.account.says = "nothing to gain" if self._learner.controller.idle else "training gains"
+            self.account.says = "nothing to gain" if self._learner.judge.controller.idle else "training gains"
 
 
 @contextmanager

@@ -37,7 +37,6 @@ from service.worker.claim import ClaimPlan, ClaimScorer, Scored
 from service.worker.inbox import Inbox, Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import Lineage
-from service.worker.promotion.gate import Gate
 from service.worker.promotion.judge import Judge
 from service.worker.recent import KeptBatch, RecentRollouts, Task, windows, with_normalisers
 from service.worker.scoring import Scores
@@ -101,16 +100,6 @@ class Learner:
         self.judge = Judge(settings, run, self.lineage, self.journal, self.recent, before_publishing)
         self.scorer = ClaimScorer(settings, target, self.lineage, self.journal, self.judge.gate, inbox)
 
-    @property
-    def gate(self) -> Gate:
-        """Who may replace the served drafter."""
-        return self.judge.gate
-
-    @property
-    def controller(self) -> Controller:
-        """What trainings gain and cost, and whether the next one pays."""
-        return self.judge.controller
-
     # --- start
     def resume(self, checkpoint: WorkerCheckpoint) -> dict[str, Any]:
         """Go on from the newest checkpoint; returns the state in it."""
@@ -120,7 +109,7 @@ class Learner:
             state = checkpoint.restore(trainer)
             self.judge.controller = Controller.from_json(state["controller"])
             self.journal.restore(state)
-            self.gate.restore(state["gate"])
+            self.judge.gate.restore(state["gate"])
             recent, known, drafting, _ = (state[name] for name in ("recent", "recent_known", "drafting", "applied"))
         if drafting != Drafting.supposed(self._settings).model_dump():
             self._measure_from_scratch()
@@ -144,12 +133,12 @@ class Learner:
             trainer,
             {
                 "drafting": Drafting.supposed(self._settings).model_dump(),
-                "controller": self.controller.to_json(),
+                "controller": self.judge.controller.to_json(),
                 **self.journal.state,
                 "applied": list(applied),
                 "recent": self.recent.names(),
                 "recent_known": self.recent.known_rollouts(),
-                "gate": self.gate.state,
+                "gate": self.judge.gate.state,
             },
         )
         self.recent.settle()
@@ -172,8 +161,8 @@ class Learner:
 
         waits = newer_waits()
         # A claim that is trained on although newer rollouts wait: enough claims were passed over before it.
-        overdue = waits and not self.controller.idle
-        if plan.to_train and self.controller.defers(newer_waits=waits):
+        overdue = waits and not self.judge.controller.idle
+        if plan.to_train and self.judge.controller.defers(newer_waits=waits):
             plan = plan.without_training()
         scored, passed_over = self.scorer.score_claim(plan)
         version_seconds = self.inbox.versions.seconds_per_version
@@ -256,7 +245,7 @@ class Learner:
             undisturbed = trained and not isolated and not self._stopping()
             if trained:
                 known = seconds if undisturbed else None  # others do not show how long one takes
-                self.gate.trained(known, scored[-1][0].batch.policy_version, share)
+                self.judge.gate.trained(known, scored[-1][0].batch.policy_version, share)
             self._finish(scored, decision, seconds)
         except OSError as error:
             raise TrainingStopped(
@@ -267,7 +256,7 @@ class Learner:
     def _decide(self, scored: Sequence[Scored], held: str | None, version_seconds: float | None) -> Decision:
         """Decide what to do with the newest rollouts. `held`: why engines and replay disagree, or None."""
         if held is not None:  # gains are not known, and training on wrong features may do harm
-            self.controller.deferred = 0
+            self.judge.controller.deferred = 0
             return Decision(Action.IDLE, f"nothing is trained while nothing may be published: {held}")
         served = [sums for _, scores in scored if (sums := scores.record.sums("served")) is not None]
         alpha = sum(served, DrafterSums(0.0, 0.0)).alpha if served else None
@@ -276,24 +265,24 @@ class Learner:
         if self.recent.limit.tokens == 0:
             self.recent.limit.trained()
             return NO_MEMORY
-        if self.gate.training.is_blind:
+        if self.judge.gate.training.is_blind:
             return UNJUDGED
         engines = self.journal.engines.drafting
         may_pay = engines.share == 0.0 and engines.may_pay  # no engine drafts, but a better drafter may make it faster
         economy = Economy(self._settings.worker_cost, engines.share, may_pay=may_pay)
-        return self.controller.decide(
+        return self.judge.controller.decide(
             economy,
             alpha,
             version_seconds=version_seconds,
             warming_up=self.lineage.needed_trainer.warming_up,
-            unfinished=self.gate.training.is_part,
+            unfinished=self.judge.gate.training.is_part,
         )
 
     def report(self, outcome: Learnt) -> None:
         """Log in one line what was done, and set the gauges."""
         size = len(self.lineage.candidate.vocabulary)
         # While the learning rate rises, small gains are no sign that little is left to gain.
-        curve = LearningCurve() if self.lineage.needed_trainer.warming_up else self.controller.curve
+        curve = LearningCurve() if self.lineage.needed_trainer.warming_up else self.judge.controller.curve
         self.journal.report(outcome.scores, outcome.decision, size, curve, outcome.verdict)
 
     def _finish(self, scored: Sequence[Scored], decision: Decision, seconds: float = 0.0) -> None:

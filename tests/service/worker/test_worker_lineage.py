@@ -182,7 +182,7 @@ def test_random_layers_are_not_published_before_they_were_trained(bench: Bench) 
     bench.drain(worker)
     assert worker.learner.lineage.trainer is not None, "there is a candidate, and it was trained"
     assert bench.state(bench.posted[0]) == "trained"
-    assert [trial["spent"]["looks"] for trial in worker.learner.gate.state["trials"].values()] == [0]
+    assert [trial["spent"]["looks"] for trial in worker.learner.judge.gate.state["trials"].values()] == [0]
     assert Registry(bench.layout).latest("default") is None
 
 
@@ -196,7 +196,7 @@ def test_random_layers_are_not_published_where_all_rollouts_were_too_long_to_tra
         bench.drain(worker)
     assert worker.learner.lineage.needed_trainer.windows == 0
     assert Registry(bench.layout).latest("default") is None
-    assert worker.learner.gate.training.trained_to is None
+    assert worker.learner.judge.gate.training.trained_to is None
 
 
 # --- an initial drafter
