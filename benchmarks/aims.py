@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from drafter.batch import RolloutBatch
-from drafter.model.eagle3 import Eagle3Drafter
 from drafter.model.pointwise import rms_norm
 from drafter.policy import Policy
 from drafter.training.loss import DraftLoss
@@ -33,7 +32,7 @@ Aim = Literal["", "rejected", "first rejected", "greedy", "only greedy"]
 SHARPER = 3.0
 
 
-class AimedTrainer(DrafterTrainer[Eagle3Drafter]):
+class AimedTrainer(DrafterTrainer):
     """The trainer with one of these losses in the place of its own."""
 
     aim: Aim = ""

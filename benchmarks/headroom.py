@@ -40,6 +40,7 @@ from torch import Tensor
 from benchmarks.recording import open_recording
 from benchmarks.tracking import initial_drafter
 from drafter.batch import RolloutBatch, prompt_hashes
+from drafter.model.draft_model import DraftModel
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.policy import Policy, TargetHead
 from drafter.replay.gate import CLAIM_SD, Look, Trial, compare
@@ -75,7 +76,7 @@ class Sizes:
     passes: float = 8.0
 
 
-def walk(days: Iterator[Day], drafter: Eagle3Drafter, sizes: Sizes) -> Iterator[dict[str, Any]]:
+def walk(days: Iterator[Day], drafter: DraftModel, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """Judge, look, train; a row for each claim."""
     served = copy.deepcopy(drafter)
     trainer = DrafterTrainer(drafter, TrainConfig(DEPTH, sizes.learning_rate, warmup_windows=30))
@@ -95,7 +96,7 @@ def walk(days: Iterator[Day], drafter: Eagle3Drafter, sizes: Sizes) -> Iterator[
                     trial = Trial(promise=trial.promise.next().known())
             newest = recent.add(Path(f"{number}.safetensors"), day.batch)
 
-            def train(one: DrafterTrainer[Eagle3Drafter], seed: int, newest: Any = newest, day: Day = day) -> None:
+            def train(one: DrafterTrainer, seed: int, newest: Any = newest, day: Day = day) -> None:
                 task = Task([newest], recent.but([newest]), sizes.passes, sizes.step_tokens, seed)
                 for drawn in task.drawn():
                     one.step([(batch, day.policies(batch.policy_version)) for batch in taken(drawn)])
@@ -110,13 +111,13 @@ def walk(days: Iterator[Day], drafter: Eagle3Drafter, sizes: Sizes) -> Iterator[
             yield row
 
 
-def _look(candidate: Eagle3Drafter, served: Eagle3Drafter, day: Day) -> Look:
+def _look(candidate: DraftModel, served: DraftModel, day: Day) -> Look:
     policy = day.policies(day.batch.policy_version)
     found = [replay(one, day.batch, policy, depth=DEPTH) for one in (candidate, served)]
     return compare(found[0], found[1], numbered(prompt_hashes(day.batch)))
 
 
-def _rounds(drafter: Eagle3Drafter, day: Day) -> float:
+def _rounds(drafter: DraftModel, day: Day) -> float:
     """Expected rounds on the rollouts that nothing was trained on."""
     each = (replay(drafter, b, day.policies(b.policy_version), depth=DEPTH) for b in day.unseen)
     return sum(float(found.rounds.sum()) for found in each)

@@ -153,7 +153,7 @@ class _Truths:
         self.looks: list[LookAt] = []
         self._recording, self._run, self._clock = recording, run, clock
         self._events, self._oracle = events, oracle
-        self._take = run.worker.learner.gate._take
+        self._take = run.worker.learner.judge.gate._take
         self._error = math.nan  # of the look in hand
 
     def compared(self, ours: Replay, theirs: Replay, groups: Any = None) -> Look:
@@ -164,7 +164,7 @@ class _Truths:
     def taken(self, version: str, look: Look) -> Contest:
         """In the place of the gate's own, which takes a look in."""
         contest: Contest = self._take(version, look)
-        if version != CANDIDATE or self._run.worker.learner.gate.training.trained_to is None:
+        if version != CANDIDATE or self._run.worker.learner.judge.gate.training.trained_to is None:
             return contest
         noted = LookAt(self._clock.arrived + 1, self._gain(), math.nan if look.fault else self._error)
         self.looks.append(noted)
@@ -187,7 +187,7 @@ class _Truths:
             found = [replay(drafter, batches[v], Policy(v, h, TargetHead(h)), depth=SERVING_DEPTH) for v, h in ahead]
             return sum(float(one.rounds.sum()) for one in found)
 
-        served = learner.lineage.version(str(learner.gate.served))
+        served = learner.lineage.version(str(learner.judge.gate.served))
         return math.log(rounds(served) / rounds(learner.lineage.candidate))
 
 
@@ -256,7 +256,7 @@ def play(recording: Recording, directory: Path, costs: Costs, *, events: bool = 
             return manifest
 
         truths = _Truths(recording, run, clock, events=events, oracle=oracle)
-        learner.gate._take = truths.taken  # type: ignore[method-assign]
+        learner.judge.gate._take = truths.taken  # type: ignore[method-assign]
         learner.train, learner.scorer.score = trained, scored  # type: ignore[method-assign, assignment]
         learner.lineage.promote = promoted  # type: ignore[method-assign, assignment]
         judging = mock.patch.object(judged_by, "compare", truths.compared)

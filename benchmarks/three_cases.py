@@ -38,6 +38,7 @@ from fastapi.testclient import TestClient
 from benchmarks.headroom import CONFIG, LAYERS, Markov
 from benchmarks.worker_run import NAME, WorkerRun
 from drafter.batch import RolloutBatch
+from drafter.model.draft_model import DraftModel
 from drafter.model.eagle3 import Eagle3Drafter
 from drafter.policy import Policy, TargetHead
 from drafter.replay.acceptance import Replay
@@ -120,12 +121,13 @@ class World:
         return self._markov.sample_from(self.heads[name], rollouts, f"v{version}", version)
 
     def _expert(self, name: str, begun: Eagle3Drafter, recipe: Sequence[tuple[int, float]]) -> Eagle3Drafter:
-        trainer = DrafterTrainer(copy.deepcopy(begun), TrainConfig(DEPTH))
+        drafter = copy.deepcopy(begun)
+        trainer = DrafterTrainer(drafter, TrainConfig(DEPTH))
         for steps, rate in recipe:
             trainer.config = replace(trainer.config, learning_rate=rate)
             for _ in range(steps):
                 trainer.step([(self.sample(name, 0), self.policy(name))])
-        return trainer.drafter
+        return drafter
 
     def replay(self, drafter: Any, batch: RolloutBatch, name: str) -> Replay:
         """What an engine does with it."""
@@ -140,7 +142,7 @@ class Interval:
         self._trainer = DrafterTrainer(copy.deepcopy(world.experts["A"]), TrainConfig(DEPTH, settings.learning_rate))
         self._recent = RecentRollouts(scratch / "recent", capacity_tokens=settings.recent_tokens, run="case")
         self._names: dict[int, str] = {}
-        self.drafter = copy.deepcopy(world.experts["A"])
+        self.drafter: DraftModel = copy.deepcopy(world.experts["A"])
         self.account = Account(says="nothing")
 
     def claim(self, batch: RolloutBatch, name: str, live: tuple[float, float]) -> None:  # noqa: ARG002
@@ -212,7 +214,7 @@ class Draftalign:
         if any(e["event"] == "rolled_back" for e in offers):
             self.account.says = "an archived version is better"
         elif not self._died:
-            self.account.says = "nothing to gain" if self._learner.controller.idle else "training gains"
+            self.account.says = "nothing to gain" if self._learner.judge.controller.idle else "training gains"
 
 
 @contextmanager

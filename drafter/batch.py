@@ -136,6 +136,11 @@ class RolloutBatch:
         """Whether `last_hidden` has a row for every token, and not only for the predicting ones, which are fewer."""
         return len(self.last_hidden) == self.tokens
 
+    @property
+    def rollout_of(self) -> Tensor:
+        """The place int64[T] of each token's rollout, on the CPU."""
+        return torch.repeat_interleave(torch.arange(self.rollouts), self.cu_seqlens.diff())
+
     def last_places(self, rows: Tensor) -> Tensor:
         """Where the rows int64[n] of tokens lie in `last_hidden`; beyond its end, an IndexError, if it lacks them."""
         if self.every_last_row:
@@ -172,17 +177,12 @@ class RolloutBatch:
             **changes,
         )
 
-    def some(self, tokens: int) -> RolloutBatch:
-        """Evenly spaced rollouts that have about `tokens` tokens.
+    def places_of_some(self, tokens: int) -> range:
+        """Places of evenly spaced rollouts that have about `tokens` tokens.
 
         Never by length: which are long is the text's doing. The first one moves with the policy version, for a trainer
         may sort siblings.
         """
-        places = self.places_of_some(tokens)
-        return self if len(places) == self.rollouts else self.select(places)
-
-    def places_of_some(self, tokens: int) -> range:
-        """Which rollouts `some` takes."""
         step = max(1, math.ceil(self.tokens / tokens))
         return range(self.policy_version % min(step, self.rollouts), self.rollouts, step)
 
@@ -408,7 +408,7 @@ def screen(batch: RolloutBatch, fill: Fill = fill_alone) -> None:
         for name, found in zip(names, torch.split(table, lengths), strict=True)
         for begin in range(0, len(found), _SCREENED_ROWS)
     ]
-    of_row = torch.repeat_interleave(torch.arange(batch.rollouts), batch.cu_seqlens.diff())
+    of_row = batch.rollout_of
     spoilt, why = torch.zeros(batch.rollouts, dtype=torch.bool), ""
     for name, bad in zip(names, torch.split(fill(table, parts).bool(), lengths), strict=True):
         if batch._shares(name):

@@ -163,7 +163,8 @@ def export_drafter(
     check_tensors(stored.tensors(), stored.config)
     if layout == "specforge":
         maps = {"d2t": stored.vocabulary.d2t, "t2d": stored.vocabulary.t2d}
-        tensors, document = {**stored.weights, **maps}, _specforge_config(stored)
+        tensors, document = {**stored.weights, **maps}, export_config(stored.config, stored.dtype)
+        del document["norm_output"]  # false would make SpecForge leave out the norm before lm_head
     else:
         renamed = {name.replace("midlayer.", "layers.0."): t for name, t in stored.tensors().items()}
         tensors, document = renamed, _speculators_config(stored, verifier or Verifier(), speculative_tokens)
@@ -372,13 +373,6 @@ def _speculative_tokens(stated: Mapping[str, Any]) -> int:
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
-
-
-def _specforge_config(stored: StoredDrafter) -> dict[str, Any]:
-    """The flat config without `norm_output`: false would make SpecForge leave out the norm before lm_head."""
-    document = export_config(stored.config, stored.dtype)
-    del document["norm_output"]
-    return document
 
 
 def _speculators_config(stored: StoredDrafter, verifier: Verifier, speculative_tokens: int) -> dict[str, Any]:

@@ -120,6 +120,15 @@ def read_mtp(directory: Path, policy: Policy | None = None) -> MtpDrafter:
     A checkpoint's copies of the policy's embedding and head are left out; those that are not `policy`'s are refused.
     Raises `CheckpointError`: names, shapes, dtypes, values.
     """
+    config, tensors = read_stored_mtp(directory, policy)
+    with torch.random.fork_rng(devices=[]):
+        drafter = MtpDrafter(config)
+    drafter.float().load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    return drafter
+
+
+def read_stored_mtp(directory: Path, policy: Policy | None = None) -> tuple[MtpConfig, dict[str, Tensor]]:
+    """`read_mtp` without building the module: its config, and its tensors as they are stored."""
     config = parse_mtp_config(read_config(directory / CONFIG_FILE))
     tensors = _layer_tensors(directory, prefix(config))
     for name, whose in COPIES.items():
@@ -132,20 +141,6 @@ def read_mtp(directory: Path, policy: Policy | None = None) -> MtpDrafter:
                 f"{name} of this module is not the policy's {whose}: it belongs to another policy version. Give the "
                 f"{whose} of the same checkpoint"
             )
-    with torch.random.fork_rng(devices=[]):
-        drafter = MtpDrafter(config)
-    _check(tensors, config)
-    drafter.float().load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
-    return drafter
-
-
-def read_stored_mtp(directory: Path) -> tuple[MtpConfig, dict[str, Tensor]]:
-    """Read and check an MTP module's config and tensors, without the policy's copies, as they are stored.
-
-    Alone or out of the policy's whole checkpoint. Raises `CheckpointError`.
-    """
-    config = parse_mtp_config(read_config(directory / CONFIG_FILE))
-    tensors = {n: t for n, t in _layer_tensors(directory, prefix(config)).items() if n not in COPIES}
     _check(tensors, config)
     return config, tensors
 

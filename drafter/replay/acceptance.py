@@ -92,6 +92,10 @@ class Replay:
             raise ValueError(f"expected tokens and rounds [R] and counts [R, K], got {shapes} and {wide}")
 
     @property
+    def _arrays(self) -> tuple[Floats, Floats, Floats, Floats]:
+        return self.tokens, self.rounds, self.accepted, self.reached
+
+    @property
     def rollouts(self) -> int:
         """R, those without a single round included."""
         return int(self.tokens.size)
@@ -127,12 +131,7 @@ class Replay:
     def select(self, rollouts: Sequence[int] | Ints) -> Replay:
         """Return these rollouts only, in this order."""
         index = np.asarray(rollouts, dtype=np.int64)
-        return Replay(
-            self.tokens[index],
-            self.rounds[index],
-            self.accepted[index],
-            self.reached[index],
-        )
+        return Replay(*(one[index] for one in self._arrays))
 
     @staticmethod
     def concat(parts: Sequence[Replay]) -> Replay:
@@ -142,12 +141,7 @@ class Replay:
         depths = {part.depth for part in parts}
         if len(depths) != 1:
             raise ValueError(f"α depends on the draft depth: pool replays of one depth, got {sorted(depths)}")
-        return Replay(
-            np.concatenate([part.tokens for part in parts]),
-            np.concatenate([part.rounds for part in parts]),
-            np.concatenate([part.accepted for part in parts]),
-            np.concatenate([part.reached for part in parts]),
-        )
+        return Replay(*(np.concatenate(ones) for ones in zip(*(part._arrays for part in parts), strict=True)))
 
     def interval(self, level: float = 0.95, groups: Ints | None = None) -> tuple[float, float]:
         """Two-sided interval of α over rollouts drawn from the same source: (low, high), nan with fewer than two.

@@ -26,10 +26,6 @@ class Evaluation:
     policy_versions: tuple[int, int]  # lowest and highest
     tokens: int  # prompts included
 
-    def rows(self) -> dict[str, Replay]:
-        """All replays by the name that tables give them."""
-        return {"drafter": self.drafter, "n-gram": self.ngram}
-
     def summary(self) -> dict[str, Any]:
         """Every figure as plain numbers, ready for JSON; nan becomes None. Intervals are of 95 %."""
         figures = {
@@ -40,7 +36,7 @@ class Evaluation:
                 "position_acceptance": [_plain(x) for x in one.position_acceptance.tolist()],
                 "conditional_acceptance": [_plain(x) for x in one.conditional_acceptance.tolist()],
             }
-            for name, one in self.rows().items()
+            for name, one in (("drafter", self.drafter), ("n-gram", self.ngram))
         }
         return {
             "rollouts": self.drafter.rollouts,
@@ -73,7 +69,7 @@ def evaluate(
         tokens += batch.tokens
         policy = policy_at(batch.policy_version)
         own.append(replay(drafter, batch, policy, depth=depth, drafting=drafting))
-        ngram.append(ngram_replay(batch, depth=depth))
+        ngram.append(ngram_replay(batch.input_ids, batch.loss_mask, batch.cu_seqlens, depth=depth))
     if not versions:
         raise DrafterError("expected at least one batch of rollouts to evaluate on")
     return Evaluation(

@@ -8,29 +8,14 @@ counting convention is `drafter.replay.acceptance`'s, so the figures stand besid
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from drafter.replay.acceptance import Replay, find_segments
 
 Occurrence = Literal["latest", "earliest"]
-
-
-class PackedTokens(Protocol):
-    """The part of a `RolloutBatch` that drafting by lookup needs: anything NumPy can read will do."""
-
-    @property
-    def input_ids(self) -> object:
-        """Token ids [T]."""
-
-    @property
-    def loss_mask(self) -> object:
-        """True where the policy generated the token [T]."""
-
-    @property
-    def cu_seqlens(self) -> object:
-        """Rollout boundaries [R+1]."""
 
 
 class NgramIndex:
@@ -66,18 +51,26 @@ class NgramIndex:
 
 
 def ngram_replay(
-    batch: PackedTokens, *, depth: int, max_n: int = 3, min_n: int = 1, occurrence: Occurrence = "latest"
+    input_ids: npt.ArrayLike,
+    loss_mask: npt.ArrayLike,
+    cu_seqlens: npt.ArrayLike,
+    *,
+    depth: int,
+    max_n: int = 3,
+    min_n: int = 1,
+    occurrence: Occurrence = "latest",
 ) -> Replay:
     """Count the rounds that prompt-lookup drafting needs for each rollout, prompt included in the search.
 
+    `input_ids` [T], `loss_mask` [T]: true where the policy generated the token, `cu_seqlens` [R+1].
     The longest match wins, from `max_n` down to `min_n` tokens, and among equals the most recent one; vLLM takes the
     first one in the text (`occurrence="earliest"`). A round without a proposal emits one token.
     """
     if depth < 0 or not 1 <= min_n <= max_n:
         raise ValueError(f"expected depth >= 0 and 1 <= min_n <= max_n, got {depth=}, {min_n=}, {max_n=}")
-    bounds = np.asarray(batch.cu_seqlens, dtype=np.int64)
-    segments = find_segments(np.asarray(batch.loss_mask, dtype=bool), bounds)
-    ids = np.asarray(batch.input_ids)
+    bounds = np.asarray(cu_seqlens, dtype=np.int64)
+    segments = find_segments(np.asarray(loss_mask, dtype=bool), bounds)
+    ids = np.asarray(input_ids)
     R = segments.rollouts
     tokens, rounds = np.zeros(R), np.zeros(R)
     accepted, reached = np.zeros((R, depth)), np.zeros((R, depth))

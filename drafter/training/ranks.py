@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from drafter.batch import fill_alone
 from drafter.device import RanksLost, is_device_fault, is_out_of_memory
 from drafter.errors import BatchRejected, DrafterError
 
@@ -67,9 +68,7 @@ class Ranks:
 
         One rank calls each part, and every rank gets the whole table. What is raised on one rank is raised on all.
         """
-        for part in parts:
-            part()
-        return table
+        return fill_alone(table, parts)
 
     def add_gradients(self, parameters: Sequence[nn.Parameter], figures: Tensor) -> Tensor:  # noqa: ARG002 - of several
         """Sum all gradients over all ranks, in place; returns the sums of `figures`.
@@ -129,11 +128,7 @@ class JoinedRanks(Ranks):
         with _unless_lost():
             size = torch.tensor([len(data)])
             dist.broadcast(size, 0, group=group)
-            sent = (
-                torch.frombuffer(bytearray(data), dtype=torch.uint8)
-                if data
-                else torch.empty(int(size), dtype=torch.uint8)
-            )
+            sent = torch.frombuffer(bytearray(data or int(size)), dtype=torch.uint8)
             dist.broadcast(sent, 0, group=group)
         if error is not None:
             raise self.agreed(error)
@@ -145,10 +140,7 @@ class JoinedRanks(Ranks):
 
     def add(self, counts: Sequence[int]) -> list[int]:
         """The sums over all ranks."""
-        sums = torch.tensor([int(count) for count in counts])
-        with _unless_lost():
-            dist.all_reduce(sums, group=self._host)
-        return [int(total) for total in sums]
+        return [int(total) for total in self.add_table(torch.tensor([int(count) for count in counts]))]
 
     def add_table(self, table: Tensor) -> Tensor:
         """The sum of the ranks' tables, which lie in host memory and are of one shape and type; in place."""

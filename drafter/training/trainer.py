@@ -14,9 +14,9 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
+from typing import Any, Final, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -32,13 +32,6 @@ from drafter.training.optimizer import HEAD, Method, Optimizer
 from drafter.training.ranks import ALONE, Ranks
 from drafter.training.target import DraftTarget, draft_target
 from drafter.unroll.plan import Plan
-
-if TYPE_CHECKING:  # a type variable's default is newer than Python 3.11
-    from typing_extensions import TypeVar as TypeVarWithDefault
-
-    _D = TypeVarWithDefault("_D", bound=DraftModel, default=DraftModel)
-else:
-    _D = TypeVar("_D", bound=DraftModel)
 
 log = logging.getLogger("draftalign.drafter")
 
@@ -118,10 +111,10 @@ _NOTHING_SUPERVISED: Final = _Outcome(
 )
 
 
-class DrafterTrainer(Generic[_D]):
+class DrafterTrainer:
     """Trains `drafter` in place; its parameters become the float32 (or float64) masters."""
 
-    def __init__(self, drafter: _D, config: TrainConfig, ranks: Ranks = ALONE) -> None:
+    def __init__(self, drafter: DraftModel, config: TrainConfig, ranks: Ranks = ALONE) -> None:
         """`ranks`: the processes that train it together; the drafter's parameters are the same on each."""
         self.drafter = drafter
         self.config = config
@@ -229,7 +222,7 @@ class DrafterTrainer(Generic[_D]):
         result = self._loss(prepared, policy, denominator)
         if result is not None:
             torch.autograd.backward(result.loss)
-            result = DraftLoss(result.loss.detach(), result.kl_sums, result.acceptance_sums, result.entries)
+            result = replace(result, loss=result.loss.detach())
         return result
 
     @property

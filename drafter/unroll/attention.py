@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafter.device import fused_on_cuda
-from drafter.unroll import packed as packed_attention
-from drafter.unroll import padded as padded_attention
+from drafter.unroll import packed, padded
 from drafter.unroll.layout import Layout, Packed
 from drafter.unroll.packed import by_kv_head
 from drafter.unroll.plan import Plan
@@ -29,10 +29,8 @@ from drafter.unroll.plan import Plan
 
 def gather_keys(plan: Plan, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """Lay step-0 keys and values [M, G, hd] out for the kernel, once for all steps."""
-    layout = plan.layout
-    if isinstance(layout, Packed):
-        return packed_attention.gather(layout, k, v)
-    return padded_attention.gather(layout, k, v)
+    keys: tuple[Tensor, ...] = _kernels(plan.layout).gather(plan.layout, k, v)
+    return keys
 
 
 def attend(
@@ -47,18 +45,9 @@ def attend(
     return out
 
 
-def _forward(layout: Layout, q: Tensor, keys: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    if isinstance(layout, Packed):
-        return packed_attention.forward(layout, q, keys)
-    return padded_attention.forward(layout, q, keys)
-
-
-def _backward(
-    layout: Layout, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, keys: Sequence[Tensor]
-) -> tuple[Tensor, list[Tensor]]:
-    if isinstance(layout, Packed):
-        return packed_attention.backward(layout, grad, q, out, lse, keys)
-    return padded_attention.backward(layout, grad, q, out, lse, keys)
+def _kernels(layout: Layout) -> ModuleType:
+    """What lays keys out for this layout, and attends in it, forward and backward."""
+    return packed if isinstance(layout, Packed) else padded
 
 
 class _Attend(torch.autograd.Function):
@@ -66,7 +55,9 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, layout: Layout, step: int, shared: int, q: Tensor, *flat: Tensor) -> Tensor:
         slot = layout.slot[: q.shape[0]]
         keys, diagonal = flat[:shared], _pairs(flat[shared:])
-        out, lse = _forward(layout, q.index_select(0, layout.slot_row[step]), keys)
+        out: Tensor
+        lse: Tensor
+        out, lse = _kernels(layout).forward(layout, q.index_select(0, layout.slot_row[step]), keys)
         out, lse = out.index_select(0, slot), lse.index_select(0, slot)
         if diagonal:
             out, lse = _merge_diagonal(q, out, lse, diagonal)
@@ -87,7 +78,7 @@ class _Attend(torch.autograd.Function):
         slot_grad = grad.new_zeros(slots, *grad.shape[1:]).index_copy_(0, slot, grad)
         slot_lse = lse.new_full((slots, lse.shape[1]), math.inf).index_copy_(0, slot, lse)
         slot_q, slot_out = q.index_select(0, slot_row), out.index_select(0, slot_row)
-        grad_q, grad_flat = _backward(layout, slot_grad, slot_q, slot_out, slot_lse, keys)
+        grad_q, grad_flat = _kernels(layout).backward(layout, slot_grad, slot_q, slot_out, slot_lse, keys)
         grad_q = grad_q.index_select(0, slot)
         if diagonal:
             extra, grad_diagonal = _backward_diagonal(grad, q, out, lse, diagonal)

@@ -15,12 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
+_T = TypeVar("_T")
 Ints = npt.NDArray[np.int64]
 
 
@@ -83,19 +86,13 @@ class Packed:
         """Most keys of a document."""
         return max(b - a for a, b in pairwise(self.keys))
 
-    def to(self, move: Callable[[Tensor], Tensor]) -> Packed:
-        """Copy the tensors with `move`."""
-        return replace(
-            self,
-            slot=move(self.slot),
-            slot_row=tuple(map(move, self.slot_row)),
-            key_index=move(self.key_index),
-            query_starts=move(self.query_starts),
-            key_starts=move(self.key_starts),
-        )
-
 
 Layout = Padded | Packed
+
+
+def moved(plan: _T, move: Callable[[Tensor], Tensor]) -> _T:
+    """A frozen dataclass with each tensor in its fields, also in tuples of them, as `move` gives it."""
+    return replace(plan, **pytree.tree_map_only(Tensor, move, dict(vars(plan))))  # type: ignore[type-var]
 
 
 def pad(spans: Spans) -> Padded:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drafter.device import to_device
 from drafter.errors import DrafterError
-from drafter.unroll.layout import Ints, Layout, Spans, pack, pad
+from drafter.unroll.layout import Ints, Layout, Spans, moved, pack, pad
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,20 +55,7 @@ class Plan:
         def move(tensor: Tensor) -> Tensor:
             return to_device(tensor, device)
 
-        return replace(
-            self,
-            rows=tuple(map(move, self.rows)),
-            active=tuple(None if a is None else move(a) for a in self.active),
-            kv_rows=move(self.kv_rows),
-            positions=move(self.positions),
-            read_rows=move(self.read_rows),
-            read_index=tuple(map(move, self.read_index)),
-            layout=pack(self.spans).to(move),
-            order=move(self.order),
-            target_rows=move(self.target_rows),
-            target_index=move(self.target_index),
-            entry_step=move(self.entry_step),
-        )
+        return moved(replace(self, layout=moved(pack(self.spans), move)), move)
 
 
 def make_plan(cu_seqlens: Tensor, loss_mask: Tensor, steps: int, *, every_row: bool = False) -> Plan:

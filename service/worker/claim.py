@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, Protocol, Self
+from typing import Literal, Self
 
 from drafter.batch import prompt_hashes
 from drafter.errors import BatchRejected, NotFinite
@@ -12,8 +12,7 @@ from drafter.model.draft_model import DraftModel
 from drafter.policy import Policy, unforeseen_seed
 from service.monitor.records import arrival
 from service.settings import Settings
-from service.storage.queue.deliveries import Entry
-from service.worker.inbox import RECENT_BATCHES, Loaded
+from service.worker.inbox import RECENT_BATCHES, Inbox, Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import Lineage
 from service.worker.promotion.gate import Gate
@@ -51,41 +50,24 @@ class ClaimPlan:
         return replace(self, to_train=[], to_pass_over=[*self.to_pass_over, *self.to_train])
 
 
-class Fates(Protocol):
-    """Where the learner says what became of a batch; `service.worker.inbox.Inbox` is one."""
-
-    def unfinished(self) -> Sequence[Entry]:
-        """What is in the queue, oldest first: of a long one, the head."""
-
-    def finish(self, loaded: Loaded) -> None:
-        """Nothing is left to do with the batch."""
-
-    def reject(self, entry: Entry, reason: str) -> None:
-        """The batch cannot be used."""
-
-    def fail(self, entry: Entry, error: Exception, what: str) -> None:
-        """End the batch or put it off after an unforeseen exception, which is raised again if no batch caused it."""
-
-
 class ClaimScorer:
     """Scores the batches of one run's claims. `keeps_up`: False after a training that ended early or was overdue."""
 
-    def __init__(self, settings: Settings, target: Target, lineage: Lineage, journal: Journal, gate: Gate) -> None:
-        self._settings = settings
-        self._target = target
-        self._lineage = lineage
-        self._journal = journal
-        self._gate = gate
+    def __init__(
+        self, settings: Settings, target: Target, lineage: Lineage, journal: Journal, gate: Gate, inbox: Inbox
+    ) -> None:
+        self._settings, self._target, self._lineage = settings, target, lineage
+        self._journal, self._gate, self._inbox = journal, gate, inbox
         self._uncompared = _CLAIMS_PER_COMPARISON  # claims since all drafters were compared
         self.keeps_up = True
 
-    def score_claim(self, plan: ClaimPlan, fates: Fates) -> tuple[list[Scored], list[Scored]]:
+    def score_claim(self, plan: ClaimPlan) -> tuple[list[Scored], list[Scored]]:
         """Score a claim. Returns what is to be trained on, and what is passed over."""
-        newest, others = self._score_newest(plan.to_train, fates) if plan.to_train else ([], [])
+        newest, others = self._score_newest(plan.to_train) if plan.to_train else ([], [])
         tested = sum(len(scores.looked) for _, scores in newest)
-        return newest, self._score_passed_over([*plan.to_pass_over, *others], fates, tested)
+        return newest, self._score_passed_over([*plan.to_pass_over, *others], tested)
 
-    def _score_newest(self, fresh: Sequence[Loaded], fates: Fates) -> tuple[list[Scored], Sequence[Loaded]]:
+    def _score_newest(self, fresh: Sequence[Loaded]) -> tuple[list[Scored], Sequence[Loaded]]:
         """Score the newest policy's batches. Returns them scored, and the batches of other policies.
 
         Newest among the last `RECENT_BATCHES`, not among all: a trainer that went back to a checkpoint counts on from
@@ -94,13 +76,13 @@ class ClaimScorer:
         """
         rest, comparison = fresh, self._comparison(fresh)
         for version in sorted({loaded.batch.policy_version for loaded in fresh[-RECENT_BATCHES:]}, reverse=True):
-            scored = self._score_all([p for p in rest if p.batch.policy_version == version], fates, comparison)
+            scored = self._score_all([p for p in rest if p.batch.policy_version == version], comparison)
             rest = [p for p in rest if p.batch.policy_version != version]
             if scored:
                 return scored, rest
         return [], rest
 
-    def _score_passed_over(self, rest: Sequence[Loaded], fates: Fates, tested: int) -> list[Scored]:
+    def _score_passed_over(self, rest: Sequence[Loaded], tested: int) -> list[Scored]:
         """Score batches that are not trained on, the newest ones with the candidate as well.
 
         The candidate is scored until `gate_rollouts` of each training have judged it. `tested`: how many rollouts of
@@ -112,10 +94,10 @@ class ClaimScorer:
                 compared.add(loaded)
                 tested += len(self._looked(loaded))
         for loaded in rest:
-            found += self._score_all([loaded], fates, "candidate" if loaded in compared else "served")
+            found += self._score_all([loaded], "candidate" if loaded in compared else "served")
         return found
 
-    def score(self, loaded: Loaded, fates: Fates, comparison: Comparison) -> Scored | None:
+    def score(self, loaded: Loaded, comparison: Comparison) -> Scored | None:
         """Check a batch's features against its log-probabilities, and score it; None where it was rejected.
 
         The result has the batch with its normalisers.
@@ -128,8 +110,8 @@ class ClaimScorer:
         policy = self._target.at(batch.policy_version, batch=loaded.path)
         head_ns = self._target.later_head_ns(batch.policy_version, loaded.path)
         came = arrival(loaded.entry.arrived)[1]
-        if head_ns is not None and self._journal.abandoned(fates.unfinished()).has_not(head_ns, came):
-            fates.reject(
+        if head_ns is not None and self._journal.abandoned(self._inbox.unfinished()).has_not(head_ns, came):
+            self._inbox.reject(
                 loaded.entry,
                 f"the trainer went back to an earlier policy version after this batch, and the head of policy version "
                 f"{batch.policy_version} is that of its next attempt",
@@ -151,10 +133,10 @@ class ClaimScorer:
             loaded, found = self._shared(loaded, roles, policy)
             scores = score(roles, found)
         except BatchRejected as error:
-            fates.reject(loaded.entry, str(error))
+            self._inbox.reject(loaded.entry, str(error))
             return None
         except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
-            fates.fail(loaded.entry, error, "cannot be scored")
+            self._inbox.fail(loaded.entry, error, "cannot be scored")
             return None
         record = replace(
             scores.record,
@@ -216,5 +198,5 @@ class ClaimScorer:
             return "all"
         return "candidate"
 
-    def _score_all(self, fresh: Sequence[Loaded], fates: Fates, comparison: Comparison) -> list[Scored]:
-        return [one for loaded in fresh if (one := self.score(loaded, fates, comparison)) is not None]
+    def _score_all(self, fresh: Sequence[Loaded], comparison: Comparison) -> list[Scored]:
+        return [one for loaded in fresh if (one := self.score(loaded, comparison)) is not None]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import pairwise
@@ -177,14 +177,11 @@ class Inbox:
         layout: Layout,
         queue: RolloutQueue,
         vocab_size: int,
-        applied: Iterable[str] = (),
         ends_for_memory: Callable[[], bool] = lambda: True,
-        screens: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`applied`: unacknowledged batches whose effect the last checkpoint holds.
+        """`ends_for_memory`: whether to raise where memory runs out for a batch.
 
-        `ends_for_memory`: whether to raise where memory runs out for a batch. Else it is put off, like one that cannot
-        be read. `screens`: whether a batch is screened when it is loaded; else several ranks do it as they score it.
+        Else it is put off, like one that cannot be read.
         """
         self.versions = ArrivedVersions()
         self.backlog = True  # entries of an earlier life, or that Redis took from this one, may be left
@@ -194,9 +191,8 @@ class Inbox:
         self._vocab_size = vocab_size
         self._incoming = Incoming.of(settings)
         self._deliveries: dict[str, Delivery] = {}  # by entry id, the one that was claimed first comes first
-        self._applied = set(applied)
+        self.applied = set[str]()  # unacknowledged batches whose effect the last checkpoint holds
         self._ends_for_memory = ends_for_memory
-        self._screens = screens
         self._backlog_uncounted = False  # the backlog comes from a failure that is no batch's, not from a death
 
     def forget_brought(self) -> None:
@@ -260,7 +256,7 @@ class Inbox:
     def claim(self) -> list[Entry]:
         """Claim new entries. Call it only when `redeliver` has nothing left."""
         self.backlog = self._backlog_uncounted = False
-        self._applied.clear()  # each was delivered again, and is acknowledged
+        self.applied.clear()  # each was delivered again, and is acknowledged
         entries = self._queue.claim(
             CONSUMER, self._settings.claim_tokens, min_idle_seconds=self._settings.claim_idle_seconds
         )
@@ -268,16 +264,19 @@ class Inbox:
             self._set(Delivery(entry, Phase.CLAIMED))
         return entries
 
-    def load(self, entries: Sequence[Entry]) -> list[Loaded]:
-        """Load and screen claimed entries. An entry that is missing in the result has ended, or was put off."""
+    def load(self, entries: Sequence[Entry], *, screened: bool = True) -> list[Loaded]:
+        """Load claimed entries. An entry that is missing in the result has ended, or was put off.
+
+        `screened`: without rollouts of NaN or infinity. Else several ranks screen a batch as they score it.
+        """
         for entry in entries:  # before any is loaded: a claim's newest policy decides which entries are too old
             self.versions.note(entry)
-        return [loaded for entry in entries if (loaded := self._load(entry)) is not None]
+        return [loaded for entry in entries if (loaded := self._load(entry, screened)) is not None]
 
-    def _load(self, entry: Entry) -> Loaded | None:
-        if entry.batch_id in self._applied:
+    def _load(self, entry: Entry, screened: bool) -> Loaded | None:
+        if entry.batch_id in self.applied:
             self._acknowledge(entry, "trained")
-            self._applied.discard(entry.batch_id)
+            self.applied.discard(entry.batch_id)
             return None
         try:
             path = self._layout.blob(self._queue.run, entry.blob)
@@ -295,7 +294,7 @@ class Inbox:
                 check_blob(path)
             batch = without(load_batch(path, vocab_size=self._vocab_size), entry.known)
             loaded = Loaded(entry, path, batch, entry.known)
-            if self._screens():
+            if screened:
                 loaded = loaded.screened()
         except FileNotFoundError as error:
             if self._is_kept(entry):  # another worker of this host opened the run, and deleted what was fetched
@@ -480,7 +479,7 @@ class Inbox:
         unread.
         """
         done = self._in(Phase.DONE)
-        write_checkpoint(sorted(self._applied | {delivery.entry.batch_id for delivery in done}))
+        write_checkpoint(sorted(self.applied | {delivery.entry.batch_id for delivery in done}))
         for delivery in done:
             self._acknowledge(delivery.entry, "trained", delivery.why, delivery.not_finite)
 

@@ -100,12 +100,8 @@ class EngineReports:
             log.exception("%s: what engines report cannot be read; nothing changes about publishing", self._run)
             return self._held
         if (found is None) != (self._held is None):
-            said = (
-                "publishing goes on: live and replay α agree again"
-                if found is None
-                else f"nothing is published: {found}"
-            )
-            log.warning("%s: %s", self._run, said)
+            agree = "publishing goes on: live and replay α agree again"
+            log.warning("%s: %s", self._run, agree if found is None else f"nothing is published: {found}")
         self._held = found
         return found
 
@@ -318,15 +314,12 @@ class Journal:
         known = {one.arrival: one for one in (*batches, *self._store.recent_scores())}
         return Abandoned.of(attempts(known.values(), self._max_lag, returns))
 
-    def gathered(self, tokens: int, wanted: int, batches: int) -> None:
-        """Say how far the draft vocabulary of a run from scratch is."""
-        progress = f"{tokens:,} of {wanted:,} response tokens gathered"
-        log.info("%s: %s for the draft vocabulary; batches waiting: %d", self._run, progress, batches)
-        self._store.set_worker(WorkerGauges(vocabulary=Vocabulary(tokens=tokens, wanted=wanted)))
-
-    def vocabulary_known(self) -> None:
-        """Nothing waits for the draft vocabulary."""
-        self._store.set_worker(WorkerGauges(vocabulary=None))
+    def gathered(self, so_far: Vocabulary | None, batches: int) -> None:
+        """Say how far the draft vocabulary of a run from scratch is; None: it is known, and no batches wait for it."""
+        if so_far is not None:
+            progress = f"{so_far.tokens:,} of {so_far.wanted:,} response tokens gathered"
+            log.info("%s: %s for the draft vocabulary; batches waiting: %d", self._run, progress, batches)
+        self._store.set_worker(WorkerGauges(vocabulary=so_far))
 
     def report(
         self,

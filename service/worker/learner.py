@@ -1,4 +1,4 @@
-"""Scores one run's rollouts, decides whether to train, trains, and has the result judged. Knows no queue.
+"""Scores one run's rollouts, decides whether to train, trains, and has the result judged.
 
 Invariants
 * A batch is scored, and the candidate judged on it, before it is trained on. So the gate's evidence arrived after the
@@ -19,10 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from redis.exceptions import RedisError
 
-from drafter.batch import RolloutBatch
 from drafter.device import is_device_fault, is_out_of_memory
 from drafter.replay.gate import Verdict
 from service.errors import WorkerError
@@ -35,11 +33,10 @@ from service.storage.layout import Layout
 from service.storage.reports.drafting import Drafting
 from service.storage.reports.store import Store
 from service.worker.checkpoint import WorkerCheckpoint
-from service.worker.claim import ClaimPlan, ClaimScorer, Fates, Scored
-from service.worker.inbox import Loaded
+from service.worker.claim import ClaimPlan, ClaimScorer, Scored
+from service.worker.inbox import Inbox, Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import Lineage
-from service.worker.promotion.gate import Gate
 from service.worker.promotion.judge import Judge
 from service.worker.recent import KeptBatch, RecentRollouts, Task, windows, with_normalisers
 from service.worker.scoring import Scores
@@ -80,42 +77,28 @@ class Learner:
         layout: Layout,
         store: Store,
         run: str,
+        target: Target,
+        inbox: Inbox,
+        before_publishing: Callable[[], None],
         stopping: Callable[[], bool] = lambda: False,
         others_wait: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`stopping`: whether the process is asked to end. `others_wait`: whether another run has work."""
+        """`inbox` is told what becomes of each batch. `before_publishing`: as for `Judge`.
+
+        `stopping`: whether the process is asked to end. `others_wait`: whether another run has work.
+        """
         self.run = run
         self._settings = settings
         self._layout = layout
         self._stopping = stopping
         self._others_wait = others_wait
-        self.target = Target.open(layout, run, settings.device)
-        self.lineage = Lineage(settings, layout, run, self.target)
+        self.target = target
+        self.lineage = Lineage(settings, layout, run, target)
+        self.inbox = inbox
         self.recent = RecentRollouts(layout.worker(run) / "recent", capacity_tokens=settings.recent_tokens, run=run)
         self.journal = Journal(settings, store, run)
-        self.token_counts = torch.zeros(self.vocab_size, dtype=torch.int64)  # [V], until there is a draft vocabulary
-        self.judge = Judge(settings, run, self.lineage, self.journal, self.recent)
-        self.scorer = ClaimScorer(settings, self.target, self.lineage, self.journal, self.judge.gate)
-
-    @property
-    def vocab_size(self) -> int:
-        """V of the target."""
-        return self.target.embed_tokens.shape[0]
-
-    @property
-    def gate(self) -> Gate:
-        """Who may replace the served drafter."""
-        return self.judge.gate
-
-    @property
-    def controller(self) -> Controller:
-        """What trainings gain and cost, and whether the next one pays."""
-        return self.judge.controller
-
-    @property
-    def begun(self) -> bool:
-        """Whether there is a candidate: not before the draft vocabulary of a run from scratch is known."""
-        return self.lineage.trainer is not None
+        self.judge = Judge(settings, run, self.lineage, self.journal, self.recent, before_publishing)
+        self.scorer = ClaimScorer(settings, target, self.lineage, self.journal, self.judge.gate, inbox)
 
     # --- start
     def resume(self, checkpoint: WorkerCheckpoint) -> dict[str, Any]:
@@ -126,7 +109,7 @@ class Learner:
             state = checkpoint.restore(trainer)
             self.judge.controller = Controller.from_json(state["controller"])
             self.journal.restore(state)
-            self.gate.restore(state["gate"])
+            self.judge.gate.restore(state["gate"])
             recent, known, drafting, _ = (state[name] for name in ("recent", "recent_known", "drafting", "applied"))
         if drafting != Drafting.supposed(self._settings).model_dump():
             self._measure_from_scratch()
@@ -150,74 +133,42 @@ class Learner:
             trainer,
             {
                 "drafting": Drafting.supposed(self._settings).model_dump(),
-                "controller": self.controller.to_json(),
+                "controller": self.judge.controller.to_json(),
                 **self.journal.state,
                 "applied": list(applied),
                 "recent": self.recent.names(),
                 "recent_known": self.recent.known_rollouts(),
-                "gate": self.gate.state,
+                "gate": self.judge.gate.state,
             },
         )
         self.recent.settle()
 
-    # --- from scratch
-    def count_tokens(self, batches: Sequence[RolloutBatch]) -> None:
-        """Count response tokens, from which the draft vocabulary will be chosen."""
-        for batch in batches:
-            self.token_counts += torch.bincount(batch.input_ids[batch.loss_mask], minlength=self.vocab_size)
-
-    def begin_from_scratch(self) -> bool:
-        """Choose the draft vocabulary and begin. False: too few tokens were counted so far."""
-        if int(self.token_counts.sum()) < self._settings.vocab_min_tokens:
-            return False
-        self.lineage.begin_from_scratch(self.token_counts)
-        return True
-
-    def report_vocabulary(self, batches_waiting: int) -> None:
-        """Report how many tokens are gathered for the draft vocabulary, or that it is known."""
-        if self.begun:
-            self.journal.vocabulary_known()
-        else:
-            self.journal.gathered(int(self.token_counts.sum()), self._settings.vocab_min_tokens, batches_waiting)
-
     # --- score, decide, train, judge
-    def learn(
-        self,
-        fresh: Sequence[Loaded],
-        fates: Fates,
-        *,
-        before_publishing: Callable[[], None],
-        newest_waiting: Callable[[], int | None] = lambda: None,
-        version_seconds: float | None = None,
-        isolated: bool = False,
-    ) -> Learnt | None:
+    def learn(self, fresh: Sequence[Loaded], *, isolated: bool = False) -> Learnt | None:
         """Score all batches of a claim, judge, then train on the newest policy's rollouts.
 
         If the queue has rollouts of a newer policy, the claim is passed over, unless the controller is idle or too many
         were passed over in a row (`Controller.defers`): a worker that is behind spends no time on policies that are
         gone.
-        `before_publishing` must write a checkpoint, and raise if nothing may be published. `newest_waiting`: newest
-        policy version in the queue now. `version_seconds`: mean time between two policy versions.
         `isolated`: mix in no recent rollouts and judge nothing, so that `fresh` causes whatever is raised.
         """
         plan = ClaimPlan.of(fresh, isolated=isolated)
         began = time.monotonic()
 
         def newer_waits() -> bool:
-            waiting = newest_waiting()
+            waiting = self.inbox.newest_waiting(after=fresh[-1])
             return waiting is not None and waiting > plan.newest
 
         waits = newer_waits()
         # A claim that is trained on although newer rollouts wait: enough claims were passed over before it.
-        overdue = waits and not self.controller.idle
-        if plan.to_train and self.controller.defers(newer_waits=waits):
+        overdue = waits and not self.judge.controller.idle
+        if plan.to_train and self.judge.controller.defers(newer_waits=waits):
             plan = plan.without_training()
-        scored, passed_over = self.scorer.score_claim(plan, fates)
+        scored, passed_over = self.scorer.score_claim(plan)
+        version_seconds = self.inbox.versions.seconds_per_version
         held = self.journal.engines.compare(LiveRule(self._settings.depth), version_seconds)
         may_publish = held is None and not self.lineage.held()
-        verdict = self._look(
-            scored, passed_over, fates, plan.newest, before_publishing, may_publish=may_publish, isolated=isolated
-        )
+        verdict = self._look(scored, passed_over, plan.newest, may_publish=may_publish, isolated=isolated)
         if not scored:
             told = passed_over and not passed_over[-1][0].entry.belated
             return Learnt(passed_over[-1][1], DEFERRED, verdict) if told else None
@@ -233,7 +184,7 @@ class Learner:
             except RedisError:  # not raised: the batches would come again, to a candidate that has seen them
                 return True
 
-        share, undisturbed = self._train_on(scored, decision, fates, ends, isolated)
+        share, undisturbed = self._train_on(scored, decision, ends, isolated)
         self.scorer.keeps_up = share == 1.0 and not overdue
         return Learnt(scored[-1][1], decision, verdict, trained_with_recent=undisturbed)
 
@@ -241,9 +192,7 @@ class Learner:
         self,
         scored: Sequence[Scored],
         passed_over: Sequence[Scored],
-        fates: Fates,
         newest_version: int,
-        before_publishing: Callable[[], None],
         *,
         may_publish: bool,
         isolated: bool,
@@ -258,24 +207,24 @@ class Learner:
             self.judge.follow()
         with self.judge.attempt():
             both = [(loaded.batch, scores) for loaded, scores in (*passed_over, *scored)]
-            contests = self.judge.judge(both, before_publishing) if judged else []
+            contests = self.judge.judge(both) if judged else []
             best = contests[0] if contests else None
             if not may_publish:
                 self.judge.conclude_unasked()
             elif scored or (best and best.verdict.promote):  # else more evidence comes before the next training
                 self.judge.conclude(contests, newest_version)
-            self._pass_over(passed_over, fates)
+            self._pass_over(passed_over)
         return best.verdict if best else None
 
-    def _pass_over(self, scored: Sequence[Scored], fates: Fates) -> None:
+    def _pass_over(self, scored: Sequence[Scored]) -> None:
         """Finish batches that are not trained on now. They join the recent rollouts."""
         if scored:
             for loaded, _ in scored:
                 self.recent.add(loaded.path, loaded.batch, loaded.left_out)
-            self._finish(scored, fates, DEFERRED)
+            self._finish(scored, DEFERRED)
 
     def _train_on(
-        self, scored: Sequence[Scored], decision: Decision, fates: Fates, ends: Callable[[], bool], isolated: bool
+        self, scored: Sequence[Scored], decision: Decision, ends: Callable[[], bool], isolated: bool
     ) -> tuple[float, bool]:
         """Train if that was decided, and finish the batches. `ends`: as for `train`.
 
@@ -285,7 +234,7 @@ class Learner:
         newest = [self.recent.add(loaded.path, loaded.batch, loaded.left_out) for loaded, _ in scored]
         try:
             self.recent.forget_abandoned(
-                self.target.received.times(), lambda: self.journal.abandoned(fates.unfinished())
+                self.target.received.times(), lambda: self.journal.abandoned(self.inbox.unfinished())
             )
             left = set(self.recent.names())
             newest = [kept for kept in newest if kept.name in left]
@@ -296,8 +245,8 @@ class Learner:
             undisturbed = trained and not isolated and not self._stopping()
             if trained:
                 known = seconds if undisturbed else None  # others do not show how long one takes
-                self.gate.trained(known, scored[-1][0].batch.policy_version, share)
-            self._finish(scored, fates, decision, seconds)
+                self.judge.gate.trained(known, scored[-1][0].batch.policy_version, share)
+            self._finish(scored, decision, seconds)
         except OSError as error:
             raise TrainingStopped(
                 f"training stopped half way: {error}; it is done again from the last checkpoint"
@@ -307,7 +256,7 @@ class Learner:
     def _decide(self, scored: Sequence[Scored], held: str | None, version_seconds: float | None) -> Decision:
         """Decide what to do with the newest rollouts. `held`: why engines and replay disagree, or None."""
         if held is not None:  # gains are not known, and training on wrong features may do harm
-            self.controller.deferred = 0
+            self.judge.controller.deferred = 0
             return Decision(Action.IDLE, f"nothing is trained while nothing may be published: {held}")
         served = [sums for _, scores in scored if (sums := scores.record.sums("served")) is not None]
         alpha = sum(served, DrafterSums(0.0, 0.0)).alpha if served else None
@@ -316,31 +265,31 @@ class Learner:
         if self.recent.limit.tokens == 0:
             self.recent.limit.trained()
             return NO_MEMORY
-        if self.gate.training.is_blind:
+        if self.judge.gate.training.is_blind:
             return UNJUDGED
         engines = self.journal.engines.drafting
         may_pay = engines.share == 0.0 and engines.may_pay  # no engine drafts, but a better drafter may make it faster
         economy = Economy(self._settings.worker_cost, engines.share, may_pay=may_pay)
-        return self.controller.decide(
+        return self.judge.controller.decide(
             economy,
             alpha,
             version_seconds=version_seconds,
             warming_up=self.lineage.needed_trainer.warming_up,
-            unfinished=self.gate.training.is_part,
+            unfinished=self.judge.gate.training.is_part,
         )
 
     def report(self, outcome: Learnt) -> None:
         """Log in one line what was done, and set the gauges."""
         size = len(self.lineage.candidate.vocabulary)
         # While the learning rate rises, small gains are no sign that little is left to gain.
-        curve = LearningCurve() if self.lineage.needed_trainer.warming_up else self.controller.curve
+        curve = LearningCurve() if self.lineage.needed_trainer.warming_up else self.judge.controller.curve
         self.journal.report(outcome.scores, outcome.decision, size, curve, outcome.verdict)
 
-    def _finish(self, scored: Sequence[Scored], fates: Fates, decision: Decision, seconds: float = 0.0) -> None:
+    def _finish(self, scored: Sequence[Scored], decision: Decision, seconds: float = 0.0) -> None:
         """Finish batches and record their scores. `seconds`: of the training."""
         latest = self.lineage.served_version()  # first: it may raise, and what is finished does not come again
         for loaded, _ in scored:
-            fates.finish(loaded)
+            self.inbox.finish(loaded)
         self.journal.record([(loaded.entry, scores) for loaded, scores in scored], decision, seconds, latest=latest)
 
     def train(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -63,8 +63,14 @@ class Lineage:
         self._versions: OrderedDict[str, DraftModel] = OrderedDict()
         self._verified: dict[str, bool] = {}  # by version, as of when it was looked at
         self.trainer: DrafterTrainer | None = None
+        self.token_counts = torch.zeros(target.vocab_size, dtype=torch.int64)  # [V], until there is a draft vocabulary
 
     # --- how a lineage begins
+    @property
+    def begun(self) -> bool:
+        """Whether there is a candidate: not before the draft vocabulary of a run from scratch is known."""
+        return self.trainer is not None
+
     def begin(self) -> None:
         """Begin with the newest published drafter, or with the initial one, if there is any."""
         manifest = self._registry.latest(self._run)
@@ -75,8 +81,15 @@ class Lineage:
         if manifest is not None:
             self.set_candidate(self._read(manifest.version))
 
-    def begin_from_scratch(self, counts: torch.Tensor) -> None:
-        """Build and freeze the draft vocabulary from token counts [V]; random layers, the target's head."""
+    def count_tokens(self, batches: Iterable[RolloutBatch]) -> None:
+        """Count response tokens, from which the draft vocabulary will be chosen."""
+        for batch in batches:
+            tokens = batch.input_ids[batch.loss_mask]
+            self.token_counts += torch.bincount(tokens, minlength=self._target.vocab_size)
+
+    def begin_from_scratch(self) -> None:
+        """Build and freeze the draft vocabulary from the token counts; random layers, the target's head."""
+        counts = self.token_counts
         size = min(self._target.draft_vocab_size or self._settings.draft_vocab_size, int(counts.numel()))
         vocabulary = DraftVocabulary.build(counts, size, always=self._target.ending_tokens[:size])
         share = 100 * vocabulary.coverage(counts)

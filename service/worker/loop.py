@@ -28,6 +28,7 @@ from redis.exceptions import RedisError
 from drafter.device import is_device_fault
 from drafter.training.ranks import current
 from service.errors import WorkerError
+from service.monitor.records import Vocabulary
 from service.settings import Settings
 from service.storage.layout import Layout
 from service.storage.queue.deliveries import MAX_DELIVERIES, Entry, RolloutQueue
@@ -37,6 +38,7 @@ from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint
 from service.worker.inbox import Inbox, Loaded, Phase, error_text, is_batch_fault
 from service.worker.learner import Learner
 from service.worker.recent import LengthLimit
+from service.worker.target import Target
 
 log = logging.getLogger("draftalign.worker")
 
@@ -99,7 +101,9 @@ class RunWorker:
         self._settings = settings
         self._layout = layout
         self._target_file = layout.target_id(run)  # before it is read
-        self.learner = Learner(settings, layout, store, run, stopping, others_wait)
+        target = Target.open(layout, run, settings.device)
+        self.inbox = Inbox(settings, layout, queue, target.vocab_size, ends_for_memory)
+        self.learner = Learner(settings, layout, store, run, target, self.inbox, self.save, stopping, others_wait)
         self.learner.recent.limit = self._suspicion.limit
         self.learner.journal.before_sending = self._check_lease
         self._checkpoint = WorkerCheckpoint(layout, run)
@@ -108,19 +112,13 @@ class RunWorker:
         if self._checkpoint.newest() is None:
             self.learner.lineage.begin()
             self._newest.holds_all = False
-            applied: Sequence[str] = ()
         else:
             state = self.learner.resume(self._checkpoint)
             # If engines draft in another way since, it measures from scratch, which is in no checkpoint yet.
             self._newest.holds_all = state["drafting"] == self.drafting.model_dump()
-            applied = state["applied"]
-
-        def screens() -> bool:  # several ranks screen as they score; batches that wait for a vocabulary do so unscored
-            return current().world == 1 or not self.learner.begun
-
-        self.inbox = Inbox(settings, layout, queue, self.learner.vocab_size, applied, ends_for_memory, screens)
+            self.inbox.applied |= {*state["applied"]}
         self.inbox.forget_brought()
-        self.learner.report_vocabulary(0)
+        self._report_vocabulary()
 
     @property
     def drafting(self) -> Drafting:
@@ -192,8 +190,10 @@ class RunWorker:
         self._suspicion.recent = self._newest.holds_all = False
 
     def _work_on(self, entries: Sequence[Entry]) -> None:
-        fresh = self.inbox.load(entries)
-        if not self.learner.begun:
+        begun = self.learner.lineage.begun
+        # Several ranks screen as they score; batches that wait for a vocabulary do so unscored.
+        fresh = self.inbox.load(entries, screened=current().world == 1 or not begun)
+        if not begun:
             fresh = self._gather_vocabulary(fresh)
         suspects = [loaded for loaded in fresh if loaded.entry.suspect]
         # Others are acknowledged before a suspect is worked on: if that kills the process, it must not count for them.
@@ -210,26 +210,26 @@ class RunWorker:
 
     def _gather_vocabulary(self, fresh: Sequence[Loaded]) -> list[Loaded]:
         """Count tokens of the first rollouts. Once they are enough, begin from scratch and return all batches."""
-        self.learner.count_tokens([loaded.batch for loaded in fresh])
+        lineage = self.learner.lineage
+        lineage.count_tokens(loaded.batch for loaded in fresh)
         self.inbox.wait(fresh)
         if fresh:
-            self.learner.report_vocabulary(self.inbox.waiting)
-        if not self.learner.begin_from_scratch():
+            self._report_vocabulary()
+        if int(lineage.token_counts.sum()) < self._settings.vocab_min_tokens:
             return []
+        lineage.begin_from_scratch()
         resumed = self.inbox.resume()
-        self.learner.report_vocabulary(0)
+        self._report_vocabulary()
         return resumed
+
+    def _report_vocabulary(self) -> None:
+        lineage = self.learner.lineage
+        so_far = Vocabulary(tokens=int(lineage.token_counts.sum()), wanted=self._settings.vocab_min_tokens)
+        self.learner.journal.gathered(None if lineage.begun else so_far, self.inbox.waiting)
 
     def _learn_from(self, group: Sequence[Loaded], *, isolated: bool) -> None:
         try:
-            outcome = self.learner.learn(
-                group,
-                self.inbox,
-                before_publishing=self.save,
-                newest_waiting=lambda: self.inbox.newest_waiting(after=group[-1]),
-                version_seconds=self.inbox.versions.seconds_per_version,
-                isolated=isolated,
-            )
+            outcome = self.learner.learn(group, isolated=isolated)
             if outcome is None:
                 return
             if outcome.trained_with_recent:
@@ -250,7 +250,7 @@ class RunWorker:
     def save(self) -> None:
         """Write a checkpoint and acknowledge what it holds."""
         self._check_still_ours()
-        if not self.learner.begun:
+        if not self.learner.lineage.begun:
             return
         self.inbox.commit(self._write_checkpoint)
         self._newest.written_at, self._newest.holds_all = time.monotonic(), True

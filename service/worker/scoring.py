@@ -36,6 +36,11 @@ log = logging.getLogger("draftalign.worker")
 
 #: Most tokens of a prompt lookup, which walks a text token by token on the CPU: 28 ms.
 _NGRAM_TOKENS = 8192
+_GAP = (
+    "log-probabilities disagree with the features by {gap:.3g} nats on average (limit {limit:g}): a state taken before "
+    "the final norm, a stale head, a wrong temperature, a shifted mask or tokens of a much older policy; compare "
+    "logprobs[t] with last_hidden[t-1] @ lm_head"
+)
 #: Of each prompt's rollouts one in four stands for all, but two at least.
 _SIBLINGS_FOR_ONE, _FEWEST_SIBLINGS = 4, 2
 #: Where there are many prompts, they are put into this number of shares, and a record tells what each share had.
@@ -86,7 +91,7 @@ def replay_each(
 def _replay_group(
     drafters: Mapping[str, DraftModel], policy: Policy, group: RolloutBatch, depth: int, drafting: Drafting
 ) -> dict[str, Replay]:
-    moved = group.to(policy.embed_tokens.device)
+    moved = group.to(policy.embed_tokens.device)  # freed at the end, also by an error: fewer rollouts need the memory
     return {name: replay(one, moved, policy, depth=depth, drafting=drafting) for name, one in drafters.items()}
 
 
@@ -139,18 +144,10 @@ def _checked(
         batch = head.normalise(batch, ranks.fill)
         gap, checked = head.logprob_gap(batch, limit, fill=ranks.fill, seed=seed)
         if checked and not gap <= limit:
-            raise BatchRejected(_gap_reason(gap, limit))
+            raise BatchRejected(_GAP.format(gap=gap, limit=limit))
     except DrafterError as error:  # of what all ranks have alike
         raise ranks.agreed(error)  # noqa: B904 - it is this error
     return batch, gap if checked else None
-
-
-def _gap_reason(gap: float, limit: float) -> str:
-    return (
-        f"log-probabilities disagree with the features by {gap:.3g} nats on average (limit {limit:g}): a state taken "
-        "before the final norm, a stale head, a wrong temperature, a shifted mask or tokens of a much older policy; "
-        "compare logprobs[t] with last_hidden[t-1] @ lm_head"
-    )
 
 
 def replay_shared(
@@ -184,17 +181,9 @@ def _ngram_shared(ranks: Ranks, batch: RolloutBatch, depth: int) -> Replay:
 
     def one(row: int, place: int) -> None:
         text = slice(starts[place], starts[place + 1])
-        table[row] = _columns(ngram_replay(_Text(ids[text], mask[text], (0, text.stop - text.start)), depth=depth))[0]
+        table[row] = _columns(ngram_replay(ids[text], mask[text], (0, text.stop - text.start), depth=depth))[0]
 
     return _replay_of(ranks.fill(table, [partial(one, row, place) for row, place in enumerate(places)]), depth)
-
-
-class _Text(NamedTuple):
-    """`drafter.replay.ngram.PackedTokens` of one rollout: its features are not copied."""
-
-    input_ids: Tensor
-    loss_mask: Tensor
-    cu_seqlens: tuple[int, int]
 
 
 def _columns(found: Replay) -> Tensor:
@@ -298,8 +287,7 @@ def _segments(batch: RolloutBatch) -> Tensor:
     generated, starts = batch.loss_mask.cpu(), batch.cu_seqlens[:-1]
     begins = generated & ~generated.roll(1)
     begins[starts] = generated[starts]
-    rollout = torch.repeat_interleave(torch.arange(batch.rollouts), batch.cu_seqlens.diff())
-    return torch.bincount(rollout[begins], minlength=batch.rollouts)
+    return torch.bincount(batch.rollout_of[begins], minlength=batch.rollouts)
 
 
 def _replayed(version: str, found: Replay, prompts: Sequence[str], *, told_apart: bool) -> Replayed:
@@ -342,9 +330,8 @@ def _kinds(batch: RolloutBatch) -> tuple[str, ...]:
 
 
 def _entropies(batch: RolloutBatch) -> tuple[float, ...]:
-    starts, mask = batch.cu_seqlens, batch.loss_mask.cpu()
+    mask, rollout = batch.loss_mask.cpu(), batch.rollout_of
     surprise = torch.where(mask, -batch.logprobs.double().cpu(), 0.0)
-    rollout = torch.repeat_interleave(torch.arange(batch.rollouts), starts[1:] - starts[:-1])
     totals = torch.zeros(batch.rollouts, dtype=torch.float64).index_add_(0, rollout, surprise)
     counts = torch.zeros(batch.rollouts, dtype=torch.float64).index_add_(0, rollout, mask.double())
     return tuple((totals / counts).tolist())

@@ -146,6 +146,11 @@ class Target:
         self._policies: OrderedDict[tuple[int, HeadFile | None], Policy] = OrderedDict()  # least recently used first
 
     @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.embed_tokens.shape[0]
+
+    @property
     def tied(self) -> bool:
         """Whether the embedding is the head."""
         return "lm_head" not in self._header.tensors
@@ -183,7 +188,7 @@ class Target:
         """Tokens that end a response, as the target's configuration names them: always worth drafting."""
         named = self.config.get("eos_token_id")
         ids = named if isinstance(named, list) else [named]
-        return sorted({i for i in ids if type(i) is int and 0 <= i < self.embed_tokens.shape[0]})
+        return sorted({i for i in ids if type(i) is int and 0 <= i < self.vocab_size})
 
     def lm_head(self) -> Tensor:
         """The registered head, [V, Ht] on the host as it was sent. Raises RunDamaged, which is no batch's fault."""

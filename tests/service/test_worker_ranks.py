@@ -140,7 +140,7 @@ def test_two_ranks_learn_what_one_process_learns(tmp_path: Path, redis_url: str)
                 file.write(".")
             real(self, directory)
 
-        DrafterTrainer.load = loading  # type: ignore[assignment,method-assign]
+        DrafterTrainer.load = loading  # type: ignore[method-assign]
 
     with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
         five(bench)
@@ -398,7 +398,7 @@ def test_ranks_cut_a_training_at_the_same_window_where_another_run_waits(tmp_pat
                 file.write(".")
             return real(self, window)
 
-        DrafterTrainer.step = counted  # type: ignore[assignment,method-assign]
+        DrafterTrainer.step = counted  # type: ignore[method-assign]
 
     def windows(directory: Path, *, waits: bool) -> list[int]:
         with Bench(directory, redis_url, **ADAMW | {"train_step_tokens": 16}) as bench:
@@ -550,7 +550,7 @@ def test_a_batch_that_fails_on_one_rank_ends_alone_and_the_ranks_go_on(
                 raise RuntimeError("boom")
             return real(self, batch)
 
-        DrafterTrainer.prepare = failing  # type: ignore[assignment,method-assign]
+        DrafterTrainer.prepare = failing  # type: ignore[method-assign]
 
     with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
         bench.begin()

@@ -58,9 +58,9 @@ def test_ngram_speculation_is_counted_as_replay_counts_it(
         server.stop()
     model, _ = base_policy()
     pairs = [(p, t) for p, t in zip(prompts, texts, strict=True) if len(t) > 1]
-    expected = ngram_replay(
-        batch_of(model, [logged(model, p, t) for p, t in pairs]), depth=DEPTH, occurrence="earliest"
-    )
+    batch = batch_of(model, [logged(model, p, t) for p, t in pairs])
+    packed = batch.input_ids, batch.loss_mask, batch.cu_seqlens
+    expected = ngram_replay(*packed, depth=DEPTH, occurrence="earliest")
     live = emitted / counts.rounds
     print(f"n-gram: live {live:.4f} over {counts.rounds} rounds, replay {expected.alpha:.4f}")
     itself = 1 + after.accepted_tokens / after.rounds

@@ -28,7 +28,7 @@ _BEAT_SECONDS = 3.0
 
 
 class Heartbeat:
-    """Of all runs of a worker.
+    """The heartbeat of all runs of a worker.
 
     `lock` is held while a run is given back, opened again or let go, and during each run's heartbeat. Else a heartbeat
     would take a lease again that was just given back.

@@ -25,7 +25,7 @@ class Closed:
 
 @dataclass
 class Run:
-    """What is known of one."""
+    """What the worker knows of one run."""
 
     worker: RunWorker | None = None  # None: it is not served now
     file: FileId = None  # of its target when it was last opened

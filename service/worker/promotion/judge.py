@@ -37,13 +37,23 @@ class Judge:
     """The judge of one run: its gate, and what follows from the verdicts."""
 
     def __init__(
-        self, settings: Settings, run: str, lineage: Lineage, journal: Journal, recent: RecentRollouts
+        self,
+        settings: Settings,
+        run: str,
+        lineage: Lineage,
+        journal: Journal,
+        recent: RecentRollouts,
+        before_publishing: Callable[[], None],
     ) -> None:
-        """`recent`: its prompts were trained on, so they judge nothing."""
+        """`recent`: its prompts were trained on, so they judge nothing.
+
+        `before_publishing` must write a checkpoint, and raise if nothing may be published.
+        """
         self.run = run
         self._lineage = lineage
         self._journal = journal
         self._recent = recent
+        self._before_publishing = before_publishing
         self.gate = Gate(settings, lineage)
         self.controller = Controller()
 
@@ -84,13 +94,10 @@ class Judge:
                 self.gate.training.concluded()
             raise
 
-    def judge(
-        self, scored: Sequence[tuple[RolloutBatch, Scores]], before_publishing: Callable[[], None]
-    ) -> list[Contest]:
+    def judge(self, scored: Sequence[tuple[RolloutBatch, Scores]]) -> list[Contest]:
         """Let the gate judge on batches that were scored with the candidate, and promote the winner.
 
-        Returns all contests, best first. `before_publishing` must write a checkpoint, and raise if nothing may be
-        published.
+        Returns all contests, best first.
         """
         served = self.gate.served
         compared = [(batch, scores) for batch, scores in scored if CANDIDATE in scores.versions]
@@ -107,15 +114,12 @@ class Judge:
         contests = [replace(one, judged_to=entries[-1] or None) for one in self.gate.judge(fresh, served, wider)]
         if contests and contests[0].verdict.promote:
             after = self.gate.state
-
-            def secured() -> None:
-                self.gate.restore(before)  # in the checkpoint: after a crash the gate looks at these batches again
-                before_publishing()
-                self.gate.restore(after)
-
+            self.gate.restore(before)  # in the checkpoint: after a crash the gate looks at these batches again
+            self._before_publishing()
+            self.gate.restore(after)
             policy_version = max(batch.policy_version for batch in fresh.batches)
             try:
-                realised = self._promote(contests, served, policy_version, secured) or realised
+                realised = self._promote(contests, served, policy_version) or realised
             except LatestMoved as moved:  # a person or another worker moved it: the next contest is with that version
                 log.info("%s: %s", self.run, moved)
                 self.gate.restore(before)
@@ -124,20 +128,13 @@ class Judge:
         self._record(realised)
         return contests
 
-    def _promote(
-        self,
-        contests: Sequence[Contest],
-        served: str | None,
-        policy_version: int,
-        before_publishing: Callable[[], None],
-    ) -> Realised | None:
+    def _promote(self, contests: Sequence[Contest], served: str | None, policy_version: int) -> Realised | None:
         """Serve the winner. Training goes on from it if it is archived or sent, and better than the candidate.
 
         Returns the gate's event about the version that was served before. Raises `LatestMoved` if another version is
         served by now.
         """
         winner = contests[0]
-        before_publishing()
         candidate = _of_candidate(contests)
         keeps = candidate is not None and candidate.verdict.gain >= winner.verdict.gain
         its = {} if winner.version == CANDIDATE else {"train_on": not keeps}

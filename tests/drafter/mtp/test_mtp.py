@@ -23,6 +23,7 @@ from transformers.modeling_layers import MtpModel
 
 from drafter.batch import RolloutBatch
 from drafter.errors import CheckpointError, DrafterError
+from drafter.files.kinds import write_kind
 from drafter.files.mtp import extract_mtp, parse_mtp_config, prefix, read_mtp, write_mtp
 from drafter.model.pointwise import rms_norm
 from drafter.mtp.experts import Cast, Experts, ExpertSizes
@@ -434,7 +435,7 @@ def test_a_trainer_s_state_is_resumed_to_the_bit(tmp_path: Path) -> None:
     one = DrafterTrainer(fresh(model), config)
     one.step([(batch, shared)])
     one.save(tmp_path)
-    write_mtp(tmp_path, one.drafter)
+    write_kind(tmp_path, one.drafter)
     two = DrafterTrainer(read_mtp(tmp_path), config)
     two.load(tmp_path)
     for trainer in (one, two):
@@ -452,6 +453,7 @@ def test_replay_of_greedy_drafts_counts_the_rounds_that_live_drafting_with_trans
     with torch.enable_grad():
         for _ in range(25):
             learner.step([(batch, shared)])
+    assert isinstance(learner.drafter, MtpDrafter)
     drafter = MtpDrafter(replace(learner.drafter.config, zero_first_embedding=False))
     drafter.load_state_dict(learner.drafter.state_dict())
     twin = transformers_twin(drafter, shared, model.config).float()

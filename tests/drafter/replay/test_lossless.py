@@ -72,7 +72,7 @@ def test_of_long_batches_evenly_spaced_rollouts_are_looked_at(
     monkeypatch.setattr(lossless, "_TOKENS", 40)
     step, seen = math.ceil(sum(lengths) / 40), set[int]()
     for version in range(12):
-        some = replace(w.batch, policy_version=version).some(40)
+        some = w.batch.select(replace(w.batch, policy_version=version).places_of_some(40))
         places = range(len(lengths))[version % min(step, len(lengths)) :: step]
         assert some.cu_seqlens.diff().tolist() == [lengths[place] for place in places], "their lengths have no say"
         seen.update(places)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -13,17 +12,10 @@ from hypothesis import strategies as st
 from drafter.replay.ngram import NgramIndex, ngram_replay
 
 
-@dataclass
-class Batch:
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-    cu_seqlens: np.ndarray
-
-
-def batch_of(*rollouts: tuple[list[int], str]) -> Batch:
-    """Pack rollouts given as tokens and a mask such as "..xxx" (x: generated)."""
+def batch_of(*rollouts: tuple[list[int], str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pack rollouts given as tokens and a mask such as "..xxx" (x: generated): tokens, mask and boundaries."""
     lengths = [len(tokens) for tokens, _ in rollouts]
-    return Batch(
+    return (
         np.concatenate([np.array(tokens, dtype=np.int64) for tokens, _ in rollouts]),
         np.array([mark == "x" for _, mask in rollouts for mark in mask]),
         np.concatenate(([0], np.cumsum(lengths))),
@@ -61,7 +53,7 @@ def test_the_index_proposes_what_a_full_search_would(
 
 def test_a_copied_prompt_is_drafted_whole() -> None:
     # prompt 1 2 3 4 5 6, response 1 2 3 4 5 6: after 1 (prefill), "2 3 4" is proposed and 5 comes as the bonus.
-    replay = ngram_replay(batch_of(([1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6], "......xxxxxx")), depth=3)
+    replay = ngram_replay(*batch_of(([1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6], "......xxxxxx")), depth=3)
     assert replay.tokens.tolist() == [5]
     assert replay.rounds.tolist() == [2]
     assert replay.accepted.tolist() == [[2, 1, 1]]
@@ -86,7 +78,7 @@ def test_counts_per_position_equal_a_walk_along_the_text(text: list[int], prompt
             accepted[j] += 1
             emitted += 1
         begin += emitted + 1
-    replay = ngram_replay(batch_of((text, "." * prompt + "x" * (len(text) - prompt))), depth=depth)
+    replay = ngram_replay(*batch_of((text, "." * prompt + "x" * (len(text) - prompt))), depth=depth)
     assert replay.rounds.tolist() == [rounds]
     assert replay.accepted.tolist() == [accepted]
     assert replay.reached.tolist() == [reached]
@@ -97,7 +89,7 @@ def test_counts_per_position_equal_a_walk_along_the_text(text: list[int], prompt
 
 
 def test_a_text_without_repetition_takes_one_round_per_token() -> None:
-    replay = ngram_replay(batch_of((list(range(10)), "...xxxxxxx")), depth=4)
+    replay = ngram_replay(*batch_of((list(range(10)), "...xxxxxxx")), depth=4)
     assert replay.alpha == 1.0
     assert replay.reached.sum() == 0
     assert replay.position_acceptance.tolist() == [0.0] * 4
@@ -112,8 +104,8 @@ def test_rollouts_do_not_see_each_other_and_rounds_restart_after_a_tool_call() -
         ([1, 2, 3, 4], ".xxx"),
     ]
     together, alone = (
-        ngram_replay(batch_of(*rollouts), depth=2),
-        [ngram_replay(batch_of(one), depth=2) for one in rollouts],
+        ngram_replay(*batch_of(*rollouts), depth=2),
+        [ngram_replay(*batch_of(one), depth=2) for one in rollouts],
     )
     for name in ("tokens", "rounds", "accepted", "reached"):
         parts = [getattr(one, name) for one in alone]
@@ -123,14 +115,14 @@ def test_rollouts_do_not_see_each_other_and_rounds_restart_after_a_tool_call() -
 
 
 def test_a_response_of_one_token_has_no_round() -> None:
-    replay = ngram_replay(batch_of(([1, 2, 1], "..x"), ([5], ".")), depth=3)
+    replay = ngram_replay(*batch_of(([1, 2, 1], "..x"), ([5], ".")), depth=3)
     assert replay.rounds.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(("depth", "max_n", "min_n"), [(-1, 3, 1), (2, 1, 2), (2, 3, 0)])
 def test_nonsensical_settings_are_refused(depth: int, max_n: int, min_n: int) -> None:
     with pytest.raises(ValueError, match="expected depth"):
-        ngram_replay(batch_of(([1, 2], ".x")), depth=depth, max_n=max_n, min_n=min_n)
+        ngram_replay(*batch_of(([1, 2], ".x")), depth=depth, max_n=max_n, min_n=min_n)
 
 
 class CountedReads(list[int]):

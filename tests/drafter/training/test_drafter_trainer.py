@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from drafter.batch import RolloutBatch
 from drafter.errors import CheckpointError
-from drafter.files.checkpoint import read_drafter, write_drafter
+from drafter.files.checkpoint import read_drafter
+from drafter.files.kinds import write_kind
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.policy import Policy, TargetHead
 from drafter.training.optimizer import Method
@@ -26,7 +27,7 @@ from drafter.vocabulary import DraftVocabulary
 CONFIG = TrainConfig(steps_ahead=3, learning_rate=1e-2, weight_decay=0.1, warmup_windows=2)
 
 
-def trainer(config: TrainConfig = CONFIG, *, scrambled: bool = False) -> DrafterTrainer[Eagle3Drafter]:
+def trainer(config: TrainConfig = CONFIG, *, scrambled: bool = False) -> DrafterTrainer:
     """Equal trainers, unless scrambled: then all weights differ, so that what a file does not restore is seen."""
     drafter = world(SHAPES["packed, awkward"], dtype=torch.float32).drafter
     for parameter in drafter.parameters():
@@ -41,17 +42,17 @@ def batches(count: int) -> tuple[list[RolloutBatch], Policy]:
     return [cast(b, torch.float32) for b in made], w.policy
 
 
-def parameters(t: DrafterTrainer[Eagle3Drafter]) -> dict[str, torch.Tensor]:
+def parameters(t: DrafterTrainer) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in t.drafter.named_parameters()}
 
 
-def save(t: DrafterTrainer[Eagle3Drafter], directory: Path) -> None:
+def save(t: DrafterTrainer, directory: Path) -> None:
     """Drafter and trainer, as a checkpoint holds them."""
-    write_drafter(directory, t.drafter)
+    write_kind(directory, t.drafter)
     t.save(directory)
 
 
-def load(directory: Path, config: TrainConfig = CONFIG) -> DrafterTrainer[Eagle3Drafter]:
+def load(directory: Path, config: TrainConfig = CONFIG) -> DrafterTrainer:
     resumed = DrafterTrainer(read_drafter(directory), config)
     resumed.load(directory)
     return resumed
@@ -281,7 +282,7 @@ def test_another_optimizer_goes_on_with_a_learning_rate_that_rises_again(
     assert report.learning_rate == CONFIG.learning_rate / CONFIG.warmup_windows
 
 
-def beside_a_saved_one(directory: Path) -> DrafterTrainer[Eagle3Drafter]:
+def beside_a_saved_one(directory: Path) -> DrafterTrainer:
     """A trainer that has moved, beside the state of another that has."""
     (batch,), policy = batches(1)
     saved, t = trainer(), trainer(scrambled=True)
@@ -291,7 +292,7 @@ def beside_a_saved_one(directory: Path) -> DrafterTrainer[Eagle3Drafter]:
     return t
 
 
-def untouched(t: DrafterTrainer[Eagle3Drafter]) -> tuple[object, ...]:
+def untouched(t: DrafterTrainer) -> tuple[object, ...]:
     """All that loading may change, to compare."""
     held = [*parameters(t).values(), *t._optimizer.state().values()]
     return [tensor.tolist() for tensor in held], t.windows, t.skipped_windows, t.tokens_trained
@@ -353,6 +354,7 @@ def test_a_state_with_wrong_numbers_is_refused_and_nothing_changes(
 def test_a_state_of_another_drafter_is_refused_by_the_fields_of_either_side(tmp_path: Path, stored: bool) -> None:
     """A switch that is off is no field at all."""
     switched, plain = trainer(), trainer()
+    assert isinstance(switched.drafter.config, DrafterConfig)
     switched.drafter.config = replace(switched.drafter.config, norm_before_residual=True)
     (switched if stored else plain).save(tmp_path)
     pair = (True, "absent") if stored else ("absent", True)
@@ -396,14 +398,14 @@ def markov_rollouts(count: int, seed: int) -> tuple[RolloutBatch, Policy]:
     return batch, Policy(0, embedding, TargetHead(head))
 
 
-def learner(vocabulary: DraftVocabulary, learning_rate: float = 1e-2) -> DrafterTrainer[Eagle3Drafter]:
+def learner(vocabulary: DraftVocabulary, learning_rate: float = 1e-2) -> DrafterTrainer:
     torch.manual_seed(0)
     config = DrafterConfig(H, H, 2 * H, 4, 2, 8, V, len(vocabulary), (1, 2, 3))
     drafter = Eagle3Drafter(config, vocabulary)
     return DrafterTrainer(drafter, TrainConfig(steps_ahead=3, learning_rate=learning_rate, grad_clip=1.0))
 
 
-def acceptance(t: DrafterTrainer[Eagle3Drafter], batch: RolloutBatch, policy: Policy) -> list[float]:
+def acceptance(t: DrafterTrainer, batch: RolloutBatch, policy: Policy) -> list[float]:
     with torch.no_grad():
         result = t._loss(t.prepare(batch), policy, 1)
     assert result is not None

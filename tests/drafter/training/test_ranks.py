@@ -19,7 +19,6 @@ import drafter.training.optimizer
 from drafter.batch import RolloutBatch
 from drafter.device import RanksLost
 from drafter.errors import BatchRejected, DrafterError, TargetHeadError
-from drafter.model.eagle3 import Eagle3Drafter
 from drafter.policy import Policy
 from drafter.training.optimizer import Optimizer, _shared_out
 from drafter.training.ranks import ALONE, JoinedRanks, Ranks, _unwritten, current, joined
@@ -31,7 +30,7 @@ CONFIG = TrainConfig(
 )
 
 
-def trainer(config: TrainConfig, ranks: Ranks = ALONE) -> DrafterTrainer[Eagle3Drafter]:
+def trainer(config: TrainConfig, ranks: Ranks = ALONE) -> DrafterTrainer:
     return DrafterTrainer(world(SHAPE, dtype=torch.float32).drafter, config, ranks)
 
 

@@ -89,7 +89,8 @@ def as_it_is(worker: Worker, run: str) -> Any:
     """Weights, moments and counters of an open run."""
     learner = worker.served[run].learner
     trainer, kept = learner.lineage.needed_trainer, learner.recent.names()
-    return trainer.fingerprint(), learner.journal.state, learner.controller.to_json(), learner.gate.state, kept
+    judge = learner.judge
+    return trainer.fingerprint(), learner.journal.state, judge.controller.to_json(), judge.gate.state, kept
 
 
 def no_room(

@@ -64,13 +64,13 @@ def test_a_policy_that_goes_back_finds_the_drafter_that_it_had(
     with caplog.at_level(logging.INFO, "draftalign.worker"):
         assert {claim(bench, worker, f"b{n}", B + n) for n in range(4)} == {of_b.version}
         assert replayed == [], "nothing fell, so the archive is not asked"
-        worker.learner.controller.curve.learn(0.2, 0.01, promoted=False)
+        worker.learner.judge.controller.curve.learn(0.2, 0.01, promoted=False)
         assert claim(bench, worker, "a", A_AGAIN) == of_a.version
     assert max(replayed[:-1]) <= 8
     assert sum(replayed) < 7 * 32 / 2, "halving: not every version on every rollout"
     (event,) = (e for e in told(Registry(bench.layout)) if e["event"] == "rolled_back")
     assert "re-selected from the archive" in event["reason"]
-    assert worker.learner.controller.curve.measured == [], "what was measured was against another drafter"
+    assert worker.learner.judge.controller.curve.measured == [], "what was measured was against another drafter"
     # Training goes on from it.
     known = worker.learner.lineage.version(of_a.version).state_dict()
     for name, value in worker.learner.lineage.candidate.state_dict().items():
@@ -110,7 +110,7 @@ def test_a_first_drafter_that_was_worse_in_every_claim_serves_again_when_the_pol
     of_b = published(bench, world.trained_drafter(tmp_path, policy_version=B))
     worker = bench.worker(**SETTINGS)
     assert {claim(bench, worker, f"b{n}", B + n) for n in range(16)} == {of_b.version}
-    assert worker.learner.gate.state["trials"][first]["spent"]["looks"] >= 8, "else this shows nothing"
+    assert worker.learner.judge.gate.state["trials"][first]["spent"]["looks"] >= 8, "else this shows nothing"
     assert claim(bench, worker, "a", A_AGAIN) == first
 
 

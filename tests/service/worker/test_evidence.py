@@ -105,7 +105,7 @@ def judged(bench: Bench, worker: RunWorker, name: str, prompts: Sequence[int], p
     """What the gate finds of the candidate on a batch that has just come."""
     learner = worker.learner
     fresh = Fresh.of([scored(bench, worker, name, prompts, policy_version)], learner.recent.prompts)
-    return next(c for c in learner.gate.judge(fresh, learner.lineage.served_version()) if c.version == CANDIDATE)
+    return next(c for c in learner.judge.gate.judge(fresh, learner.lineage.served_version()) if c.version == CANDIDATE)
 
 
 def scored(
@@ -116,7 +116,7 @@ def scored(
     path.write_bytes(bench.world.rollout_file(name, prompts=prompts, policy_version=policy_version, offered=(99, 1234)))
     batch = load_batch(path)
     loaded = Loaded(Entry("1-1", name, path.name, 1, 1, batch.rollouts, policy_version, policy_version, 1), path, batch)
-    scored = worker.learner.scorer.score(loaded, worker.inbox, "all")
+    scored = worker.learner.scorer.score(loaded, "all")
     assert scored is not None
     return batch, scored[1]
 
@@ -215,7 +215,7 @@ def test_rollouts_are_found_again_among_those_that_were_looked_at(bench: Bench) 
     parts = fresh.select(chosen)
     names = [f"{name}/{place}" for name in ("one", "two") for place in both[0][1].looked]
     assert [found for part in parts for found in part.rollout_ids] == [names[i] for i in chosen]
-    alone = worker.learner.gate.archive.replay(version, parts)
+    alone = worker.learner.judge.gate.archive.replay(version, parts)
     torch.testing.assert_close(alone.rounds, fresh.replays[version].select(chosen).rounds)
 
 
@@ -339,7 +339,7 @@ def test_where_each_batch_holds_one_prompt_promises_are_measured_too(bench: Benc
     for number in range(48):
         bench.post(f"group{number}", prompts=[1000 + number] * 32)
         bench.drain(worker)
-        levels.append(worker.learner.gate.state["level"])
+        levels.append(worker.learner.judge.gate.state["level"])
     realised = [e for e in told(Registry(bench.layout)) if e["event"] == "realised"]
     assert realised
     assert any(level is not None for level in levels)
@@ -360,7 +360,7 @@ def test_claims_of_one_prompt_are_pooled(bench: Bench) -> None:
 
 def test_a_claim_that_comes_again_after_an_error_counts_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = trained(bench)
-    gate = worker.learner.gate
+    gate = worker.learner.judge.gate
     before = gate.state
 
     def full(*_: Any, **__: Any) -> None:
@@ -404,14 +404,14 @@ def test_where_the_same_prompts_come_again_under_one_policy_version_training_end
 
 def test_trainings_while_a_person_holds_a_version_do_not_count_as_those_that_nothing_could_judge(bench: Bench) -> None:
     worker = trained(bench)
-    worker.learner.gate.training.unjudged = training.UNJUDGED_TRAININGS - 1
+    worker.learner.judge.gate.training.unjudged = training.UNJUDGED_TRAININGS - 1
     registry = Registry(bench.layout)
     latest = registry.latest("default")
     assert latest is not None
     registry.hold("default", latest.version, "by hand", "somebody")
     bench.post("held", prompts=siblings(range(100, 108)))
     bench.drain(worker)
-    assert worker.learner.gate.training.unjudged <= 1
+    assert worker.learner.judge.gate.training.unjudged <= 1
 
 
 def test_a_candidate_that_does_the_same_is_known_to_gain_nothing(bench: Bench) -> None:
@@ -421,7 +421,7 @@ def test_a_candidate_that_does_the_same_is_known_to_gain_nothing(bench: Bench) -
     for number in range(8):
         bench.post(f"batch{number}", prompts=siblings(range(100 * number, 100 * number + 8)))
         bench.drain(worker)
-    assert worker.learner.controller.gain == pytest.approx(0.0, abs=0.002)
+    assert worker.learner.judge.controller.gain == pytest.approx(0.0, abs=0.002)
     assert bench.store.worker().action == "idle"
     assert bench.store.worker().headroom is not None
     assert not bench.store.worker().undrafted, "nobody says what engines draft"

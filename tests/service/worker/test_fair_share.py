@@ -114,7 +114,7 @@ def test_a_long_training_ends_where_another_run_has_work_and_only_there(
     lengths, tokens = [16] * 8, dict.fromkeys(worker.served, 0)
     of = {id(worker.served[run].learner.lineage.needed_trainer): run for run in worker.served}
 
-    def watched(self: DrafterTrainer[Any], window: Any) -> StepReport:
+    def watched(self: DrafterTrainer, window: Any) -> StepReport:
         if waits and tokens["long"] == 0:
             bench.post_file(bench.world.rollout_file("other", run="other", lengths=lengths))
         report = step(self, window)

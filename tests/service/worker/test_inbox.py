@@ -25,6 +25,7 @@ from service.storage.queue.deliveries import MAX_DELIVERIES, Entry, RolloutQueue
 from service.worker.inbox import MEMORY_TRIES, RECENT_BATCHES, ArrivedVersions, Inbox, Loaded, Phase
 from service.worker.learner import Learner
 from service.worker.recent import RecentRollouts
+from service.worker.target import Target
 
 TraceFunction = Callable[[FrameType, str, object], Any]
 
@@ -37,7 +38,9 @@ def inbox(bench: Bench) -> Inbox:
 
 def opened(bench: Bench, applied: Sequence[str] = ()) -> Inbox:
     settings = bench.settings.model_copy(update={"claim_tokens": 10_000})
-    return Inbox(settings, bench.layout, bench.queue, VOCAB, applied)
+    made = Inbox(settings, bench.layout, bench.queue, VOCAB)
+    made.applied |= {*applied}
+    return made
 
 
 def new(inbox: Inbox) -> list[Loaded]:
@@ -373,55 +376,38 @@ def test_a_clock_of_redis_that_was_set_back_does_not_make_versions_follow_at_onc
     assert versions.seconds_per_version == 60.0
 
 
-class Told:
-    """What a learner says of its batches."""
-
-    def __init__(self) -> None:
-        self.ends: list[tuple[str, str]] = []
-
-    def unfinished(self) -> list[Entry]:
-        return []
-
-    def finish(self, loaded: Loaded) -> None:
-        self.ends.append((loaded.path.name, "trained"))
-
-    def reject(self, entry: Entry, reason: str) -> None:
-        self.ends.append((entry.blob, reason))
-
-    def fail(self, entry: Entry, error: Exception, what: str) -> None:
-        self.ends.append((entry.blob, f"{what}: {error}"))
-
-
 def received(bench: Bench, path: Path, name: str, policy_version: int = 0) -> Loaded:
     path.write_bytes(bench.world.rollout_file(name, policy_version=policy_version))
-    entry = Entry("1-0", name, path.name, 1, 1, 1, policy_version, policy_version, 1)
+    entry = Entry(f"{1 + policy_version}-0", name, path.name, 1, 1, 1, policy_version, policy_version, 1)
     return Loaded(entry, path, load_batch(path))
 
 
-def learner(bench: Bench) -> Learner:
+def learner(bench: Bench, inbox: Inbox) -> Learner:
     bench.begin()
-    made = Learner(bench.settings, bench.layout, bench.store, "default")
+    target = Target.open(bench.layout, "default")
+    made = Learner(bench.settings, bench.layout, bench.store, "default", target, inbox, lambda: None)
     made.lineage.begin()
     return made
 
 
-def test_a_learner_needs_no_queue(bench: Bench, tmp_path: Path) -> None:
-    subject, told = learner(bench), Told()
+def test_a_learner_finishes_every_batch(bench: Bench, inbox: Inbox, tmp_path: Path) -> None:
+    subject = learner(bench, inbox)
     assert subject.lineage.trainer is not None
     batches = [received(bench, tmp_path / f"v{v}.safetensors", f"v{v}", v) for v in (1, 2)]
-    outcome = subject.learn(batches, told, before_publishing=lambda: None)
+    outcome = subject.learn(batches)
     assert outcome is not None
-    assert told.ends == [("v1.safetensors", "trained"), ("v2.safetensors", "trained")]
+    assert inbox.held == ("2-0", "3-0")
+    assert inbox.done == 2
     assert outcome.scores.record.policy_version == 2
     assert outcome.trained_with_recent
     assert subject.lineage.trainer.windows > 0
 
 
 def test_in_isolation_nothing_is_mixed_in_and_nothing_is_judged(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, inbox: Inbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subject, told = learner(bench), Told()
-    subject.learn([received(bench, tmp_path / "a.safetensors", "a")], told, before_publishing=lambda: None)
+    subject = learner(bench, inbox)
+    subject.learn([received(bench, tmp_path / "a.safetensors", "a")])
     trained: set[str] = set()
     step = DrafterTrainer.step
 
@@ -434,7 +420,7 @@ def test_in_isolation_nothing_is_mixed_in_and_nothing_is_judged(
     for name in "bc":
         trained.clear()
         batch = received(bench, tmp_path / f"{name}.safetensors", name)
-        outcomes.append(subject.learn([batch], told, before_publishing=lambda: None, isolated=name == "b"))
+        outcomes.append(subject.learn([batch], isolated=name == "b"))
         mixed.append(sorted(trained))
     assert mixed[0] == ["b"]
     assert {"b", "c"} <= set(mixed[1])

@@ -131,7 +131,7 @@ def test_a_module_that_was_trained_elsewhere_is_looked_at_by_the_gate(bench: Ben
     assert (manifest.kind, manifest.sequence) == ("mtp", 0)
     bench.post("a", rollouts=16)
     bench.drain(worker)
-    looks = {name: trial["spent"]["looks"] for name, trial in worker.learner.gate.state["trials"].items()}
+    looks = {name: trial["spent"]["looks"] for name, trial in worker.learner.judge.gate.state["trials"].items()}
     assert [n for name, n in looks.items() if name.startswith(version)] == [1], "also where it was refused by then"
 
 

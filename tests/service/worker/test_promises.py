@@ -95,7 +95,7 @@ def test_a_gain_measured_on_few_rollouts_says_little() -> None:
 
 def test_what_promises_kept_survives_a_restart(bench: Bench) -> None:
     bench.begin()
-    gate = bench.worker().learner.gate
+    gate = bench.worker().learner.judge.gate
     state = gate.state | {"kept": {"expected": 0.2, "realised": 0.3}}
     gate.restore(state)
     assert gate.state == state
@@ -114,7 +114,7 @@ def test_what_was_promised_is_read_from_the_evidence(
     bench: Bench, facts: dict[str, Any], promise: tuple[float, float, str | None, bool]
 ) -> None:
     bench.begin()
-    gate = bench.worker().learner.gate
+    gate = bench.worker().learner.judge.gate
     gate.promoted("v000002-a", "v000001-a", GateEvidence(**facts))
     kept = gate.state["promise"]
     assert (kept["promised"], kept["expected"], kept["after"], kept["archived"]) == promise

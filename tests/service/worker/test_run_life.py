@@ -107,20 +107,20 @@ def test_a_publish_that_races_a_hold_loses_and_its_look_is_not_counted(
         served = registry.latest("default")
         assert served is not None
         raced.append(registry.hold("default", served.version, "just now"))
-        looks = worker.learner.gate.state["trials"]
+        looks = worker.learner.judge.gate.state["trials"]
         assert looks["candidate"]["spent"]["looks"] > 0, "it was looked at"
         return publish(self, run, staged, **facts)
 
     monkeypatch.setattr(Registry, "publish", late)
     before: dict[str, Any] = {}
     for n in range(_BATCHES):
-        before = worker.learner.gate.state
+        before = worker.learner.judge.gate.state
         bench.post(f"b{n}", rollouts=64)
         bench.drain(worker)
         if raced:
             break
     assert len(raced) == 1
-    after = worker.learner.gate.state
+    after = worker.learner.judge.gate.state
     assert after["trials"]["candidate"]["spent"] == before["trials"]["candidate"]["spent"]
     assert len(registry.versions("default")) == 1, "what was staged has gone"
     assert registry.held("default") is not None

@@ -293,7 +293,7 @@ def test_a_refused_drafter_that_is_sent_again_is_looked_at_again(bench: Bench, t
             if not registry.history.sent("default"):
                 break
         assert registry.history.sent("default") == {}
-        trials = worker.learner.gate.state["trials"]
+        trials = worker.learner.judge.gate.state["trials"]
         shares.append({name: trial["share"] for name, trial in trials.items() if name.startswith(sent.version)})
         staged = registry.stage("default")
         write_drafter(staged, bench.world.drafter(seed=3))
@@ -320,7 +320,7 @@ def test_a_drafter_whose_gain_stays_in_doubt_is_given_up(
 ) -> None:
     doubt = Verdict(False, 0.01, -0.02, 0.04, promotion.SENT_LOOKS - 1, 0.5, "in doubt")
     version = send(service, body(bench.world.drafter(seed=5))).json()["version"]
-    gate = bench.worker(**SETTINGS).learner.gate
+    gate = bench.worker(**SETTINGS).learner.judge.gate
     contest = promotion.Contest(version, doubt, Look(0.0, 1.0, 4, 4, 1.0, 1.0))
     gate.dismiss_sent([contest])
     assert service.client.get("/drafters").json()["waiting"] == [version]

@@ -164,10 +164,10 @@ def test_rollouts_that_turn_out_dead_do_not_keep_the_worker_from_the_others(
         worker.cycle()
         if claim_tokens == 1:
             worker.cycle()
-    assert worker.learner.gate.training.seconds is not None, "it has trained"
+    assert worker.learner.judge.gate.training.seconds is not None, "it has trained"
     _, about = scored_and_trained(bench, monkeypatch, worker)
     # The last training is judged on what comes next.
-    assert worker.learner.controller.trainings >= (0 if claim_tokens == 1 else 9)
+    assert worker.learner.judge.controller.trainings >= (0 if claim_tokens == 1 else 9)
     assert about == []
     assert {bench.state(b) for b in good} == {"trained"}
 
@@ -354,7 +354,7 @@ def test_a_look_of_an_idle_worker_goes_on_in_parts_until_it_is_a_whole_training(
     for number in range(8):
         bench.post(f"known {number}", policy_version=0)
         bench.drain(worker)
-    controller = worker.learner.controller
+    controller = worker.learner.judge.controller
     monkeypatch.setattr(learner, "Economy", lambda *_, **__: Economy(min_gain=0.2))  # nothing ever gains so much
     controller.gain, controller.variance, controller.probes, controller.idle = 0.0, 0.15**2, 2.0, True
     parts = stepped(monkeypatch, lambda n: bench.post(f"newer {n}", policy_version=n) if n < 4 else None)

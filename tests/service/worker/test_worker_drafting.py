@@ -65,15 +65,15 @@ def test_what_was_measured_before_is_no_evidence_afterwards(bench: Bench) -> Non
     worker.close()
     kept = opened(bench).learner
     assert kept.journal.drift.monitor.state.ticks > 0
-    assert any(trial["spent"]["looks"] for trial in kept.gate.state["trials"].values())
+    assert any(trial["spent"]["looks"] for trial in kept.judge.gate.state["trials"].values())
     learn_drafting(bench.layout, "default", Drafting(depth=2, drafting="greedy"))
     anew = opened(bench).learner
     assert anew.journal.drift.monitor.state.ticks == 0
-    assert not any(trial["spent"]["looks"] for trial in anew.gate.state["trials"].values())
-    assert anew.gate.served == kept.gate.served
-    assert kept.controller.trainings > 0
-    assert anew.controller == Controller(
-        train_seconds=kept.controller.train_seconds, version_seconds=kept.controller.version_seconds
+    assert not any(trial["spent"]["looks"] for trial in anew.judge.gate.state["trials"].values())
+    assert anew.judge.gate.served == kept.judge.gate.served
+    assert kept.judge.controller.trainings > 0
+    assert anew.judge.controller == Controller(
+        train_seconds=kept.judge.controller.train_seconds, version_seconds=kept.judge.controller.version_seconds
     )
     assert anew.lineage.needed_trainer.config.steps_ahead == 2
     learnt, before = (json.loads(one.lineage.needed_trainer.fingerprint()) for one in (anew, kept))

@@ -65,8 +65,8 @@ def test_nothing_is_published_while_engines_and_replay_disagree_and_it_ends_by_i
     bench.drain(worker)  # before it was replayed nothing can be said of it
     versions, trainer = registry.versions("default"), worker.learner.lineage.trainer
     assert trainer is not None
-    windows, known = trainer.windows, worker.learner.controller.trainings
-    worker.learner.controller.deferred = 3
+    windows, known = trainer.windows, worker.learner.judge.controller.trainings
+    worker.learner.judge.controller.deferred = 3
     with caplog.at_level(logging.WARNING, "draftalign.worker"):
         for n in range(3):
             batch = bench.post(f"held {n}", rollouts=64)
@@ -74,8 +74,8 @@ def test_nothing_is_published_while_engines_and_replay_disagree_and_it_ends_by_i
             assert bench.state(batch) == "trained", "scored, and kept for later"
             assert bench.store.scores()[batch].action == "idle"
     assert trainer.windows == windows, "such rollouts may teach what has to be unlearnt"
-    assert worker.learner.controller.trainings == known
-    assert worker.learner.controller.deferred == 0, "what was passed over before is over"
+    assert worker.learner.judge.controller.trainings == known
+    assert worker.learner.judge.controller.deferred == 0, "what was passed over before is over"
     assert "nothing is trained while nothing may be published" in str(bench.store.worker().action_reason)
     assert registry.versions("default") == versions
     said = [record.message for record in caplog.records if "nothing is published" in record.message]
@@ -104,4 +104,4 @@ def test_the_worker_trains_for_what_engines_draft_and_says_so(bench: Bench, monk
     assert bench.store.scores()[batch].action == "idle"
     said = str(bench.store.worker().action_reason)
     assert "engines spend 0% of their time in rounds with drafts" in said
-    assert worker.learner.controller.trainings < 6
+    assert worker.learner.judge.controller.trainings < 6

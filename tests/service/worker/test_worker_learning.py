@@ -256,7 +256,7 @@ def test_answers_without_a_second_token_do_not_wake_an_idle_worker(
     caplog.set_level(logging.INFO, "draftalign.worker")
     bench.begin()
     worker = bench.worker()
-    controller = worker.learner.controller
+    controller = worker.learner.judge.controller
     controller.trainings, controller.idle = 9, True
     batch = bench.post("a", lengths=[4] * 8)
     bench.drain(worker)
@@ -333,8 +333,8 @@ def test_who_asks_a_worker_to_stop_does_not_wait_for_all_passes(bench: Bench) ->
     assert worker.learner.lineage.trainer is not None
     assert worker.learner.lineage.trainer.windows == 3
     assert bench.state(batch) == "trained", "what was learnt is kept"
-    assert worker.learner.controller.trainings == 0, "and half a training says nothing about gains"
-    (trial,) = worker.learner.gate.state["trials"].values()
+    assert worker.learner.judge.controller.trainings == 0, "and half a training says nothing about gains"
+    (trial,) = worker.learner.judge.gate.state["trials"].values()
     assert 0.0 < trial["promise"]["moved"] < 0.1, "nor does it count as a whole one"
 
 
@@ -351,16 +351,16 @@ def test_what_later_looks_publish_wakes_an_idle_worker_and_is_no_headroom_any_mo
     monkeypatch.setattr(Learner, "_decide", lambda *_: Decision(Action.IDLE, "for the test"))
     bench.post("judged", rollouts=16)
     bench.drain(worker)
-    refused = worker.learner.controller.curve
+    refused = worker.learner.judge.controller.curve
     assert [one.promoted for one in refused.measured] == [False] * 4
     later = bench.worker(gate_min_gain=0.0, **options)
-    later.learner.controller.idle = True
+    later.learner.judge.controller.idle = True
     bench.post("later", rollouts=16)
     bench.drain(later)
     assert later.learner.lineage.published == 2
     served = replace(refused.measured[-1], promoted=True)  # whose gain is not added to headroom
-    assert later.learner.controller.curve.measured == [*refused.measured[:-1], served]
-    assert not later.learner.controller.idle
+    assert later.learner.judge.controller.curve.measured == [*refused.measured[:-1], served]
+    assert not later.learner.judge.controller.idle
 
 
 @pytest.mark.parametrize(("warmup_steps", "known"), [(0, True), (10_000, False)])
@@ -373,7 +373,7 @@ def test_no_headroom_is_told_while_the_learning_rate_rises(
         bench.post(name, rollouts=32)
         worker = bench.worker(warmup_steps=warmup_steps)
         bench.drain(worker)
-    assert worker.learner.controller.curve.measured, "the gate has judged"
+    assert worker.learner.judge.controller.curve.measured, "the gate has judged"
     headroom = bench.store.worker().headroom
     assert (headroom is not None) == known
     service = RunningService(state_dir=bench.layout.root, redis_url=redis_url)

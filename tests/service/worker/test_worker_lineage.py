@@ -69,7 +69,7 @@ def test_from_scratch_the_vocabulary_is_built_from_enough_tokens_and_frozen(benc
     bench.drain(worker)
     vocabulary = worker.learner.lineage.candidate.vocabulary
     assert len(vocabulary) == DRAFT
-    counts = worker.learner.token_counts
+    counts = worker.learner.lineage.token_counts
     assert counts.sum() >= 150
     kept = counts[vocabulary.ids].min()
     left_out = [int(counts[t]) for t in range(VOCAB) if t not in set(vocabulary.ids.tolist())]
@@ -104,10 +104,10 @@ def test_what_waits_for_a_vocabulary_is_bounded_and_its_tokens_count(
     assert states == ["skipped"] * (6 - waiting) + ["queued"] * waiting, "the newest wait"
     assert 1 <= waiting < 6
     assert len(list(bench.layout.spool("default").iterdir())) == waiting
-    counted = int(worker.learner.token_counts.sum())
+    counted = int(worker.learner.lineage.token_counts.sum())
     bench.post("more", rollouts=2)
     bench.drain(worker)
-    assert int(worker.learner.token_counts.sum()) > counted
+    assert int(worker.learner.lineage.token_counts.sum()) > counted
     reason = (bench.queue.batch(posted[0]) or {})["reason"]
     assert reason == "passed over while the draft vocabulary was gathered"
 
@@ -130,7 +130,7 @@ def test_a_queue_that_is_full_of_what_waits_for_a_vocabulary_gives_way_and_the_r
         bench.drain(worker)
         assert worker.inbox.waiting == 2, "an upload that was refused before it looked says nothing of now"
         for sent, body in enumerate(bodies[2:]):
-            if not worker.learner.begun:
+            if not worker.learner.lineage.begun:
                 assert post(body) == 429
                 bench.drain(worker)
                 assert worker.inbox.waiting == 1, "the oldest gave way"
@@ -138,7 +138,7 @@ def test_a_queue_that_is_full_of_what_waits_for_a_vocabulary_gives_way_and_the_r
                 assert worker.inbox.waiting == 1, "once for what was refused"
                 assert post(body) == 202, sent
                 bench.drain(worker)
-        assert worker.learner.begun
+        assert worker.learner.lineage.begun
         names = (wire.batch_id("default", 0, [f"b{number}/0", f"b{number}/1"]) for number in range(8))
         found = [(bench.queue.batch(name) or {}).get("state") for name in names]
         known = found[: found.index(None)]
@@ -182,7 +182,7 @@ def test_random_layers_are_not_published_before_they_were_trained(bench: Bench) 
     bench.drain(worker)
     assert worker.learner.lineage.trainer is not None, "there is a candidate, and it was trained"
     assert bench.state(bench.posted[0]) == "trained"
-    assert [trial["spent"]["looks"] for trial in worker.learner.gate.state["trials"].values()] == [0]
+    assert [trial["spent"]["looks"] for trial in worker.learner.judge.gate.state["trials"].values()] == [0]
     assert Registry(bench.layout).latest("default") is None
 
 
@@ -196,7 +196,7 @@ def test_random_layers_are_not_published_where_all_rollouts_were_too_long_to_tra
         bench.drain(worker)
     assert worker.learner.lineage.needed_trainer.windows == 0
     assert Registry(bench.layout).latest("default") is None
-    assert worker.learner.gate.training.trained_to is None
+    assert worker.learner.judge.gate.training.trained_to is None
 
 
 # --- an initial drafter

@@ -44,7 +44,7 @@ def test_eval_is_replay_pooled_over_the_files(drafter_dir: Path, rollouts: Path,
     assert own["interval"][0] < own["alpha"] < own["interval"][1]
     assert facts["policy_versions"] == [0, 2]
     assert (facts["rollouts"], facts["files"]) == (24, 3)
-    ngram = [ngram_replay(batch, depth=3) for batch in batches]
+    ngram = [ngram_replay(batch.input_ids, batch.loss_mask, batch.cu_seqlens, depth=3) for batch in batches]
     want = sum(float(p.tokens.sum()) for p in ngram) / sum(float(p.rounds.sum()) for p in ngram)
     assert facts["drafters"]["n-gram"]["alpha"] == pytest.approx(want, rel=1e-9)
     joint, given = own["position_acceptance"], own["conditional_acceptance"]

@@ -110,7 +110,7 @@ def test_a_redis_that_goes_away_amid_a_training_has_no_rollout_trained_on_again(
             worker.cycle()
     trained = trainer.windows
     assert trained == steps + 3
-    assert worker.learner.gate.training.is_part, "the next training goes on with it"
+    assert worker.learner.judge.gate.training.is_part, "the next training goes on with it"
     bench.drain(worker)
     assert trainer.windows == trained
     assert states(bench) == ["trained"] * 2

@@ -59,8 +59,8 @@ def test_a_death_right_after_a_publish_makes_it_no_refusal_and_its_gain_is_measu
     worker = bench.worker(**EAGER)
     bench.drain(worker)
     assert worker.learner.journal.totals.published == 1
-    assert worker.learner.gate.served == served.version
-    assert worker.learner.gate.outcomes.unmeasured, "those that judged it do not measure it"
+    assert worker.learner.judge.gate.served == served.version
+    assert worker.learner.judge.gate.outcomes.unmeasured, "those that judged it do not measure it"
     after = [e for e in told(registry) if e["event"] == "refused"]
     assert after == refused, "the candidate is what is served: that is no refusal"
     for n in range(8):
@@ -104,8 +104,9 @@ def test_a_death_right_after_a_sent_drafter_is_published_keeps_its_promise_and_w
     assert served.version == sent.version
     worker = bench.worker(**idle)
     bench.drain(worker)
-    assert (worker.learner.gate.served, worker.learner.gate.outcomes.watched) == (sent.version, first.version)
-    assert worker.learner.gate.outcomes.unmeasured, "those that judged it do not measure it"
+    gate = worker.learner.judge.gate
+    assert (gate.served, gate.outcomes.watched) == (sent.version, first.version)
+    assert gate.outcomes.unmeasured, "those that judged it do not measure it"
     assert worker.learner.journal.totals.published == 1
     for name, value in better.state_dict().items():
         trained = worker.learner.lineage.candidate.state_dict()[name]
@@ -127,21 +128,23 @@ def test_a_rollback_by_a_person_ends_what_was_being_measured(bench: Bench) -> No
     worker, registry = bench.worker(**EAGER), Registry(bench.layout)
     published_by(bench, worker, "a")
     first = registry.versions("default")[0]
-    assert worker.learner.gate.outcomes.watched == first
-    measured = worker.learner.gate.served
+    assert worker.learner.judge.gate.outcomes.watched == first
+    measured = worker.learner.judge.gate.served
     worker.save()
     strict = bench.worker(**EAGER | {"gate_min_gain": 1e6})
     bench.post("before", rollouts=64)
     bench.drain(strict)
     registry.rollback("default", first, "by hand")
-    strict.learner.controller.curve.learn(0.2, 0.01, promoted=False)
-    assert strict.learner.gate.outcomes.watched == first
+    strict.learner.judge.controller.curve.learn(0.2, 0.01, promoted=False)
+    assert strict.learner.judge.gate.outcomes.watched == first
     bench.post("after", rollouts=64)
     bench.drain(strict)
-    assert strict.learner.gate.served == first
-    assert strict.learner.gate.outcomes.watched is None, "the other one does not serve"
+    assert strict.learner.judge.gate.served == first
+    assert strict.learner.judge.gate.outcomes.watched is None, "the other one does not serve"
     assert gains(bench) == [measured], "what is known of it is written"
-    assert all(m.gain != 0.2 for m in strict.learner.controller.curve.measured), "that was against another drafter"
+    assert all(m.gain != 0.2 for m in strict.learner.judge.controller.curve.measured), (
+        "that was against another drafter"
+    )
 
 
 def gains(bench: Bench) -> list[str]:
@@ -249,7 +252,7 @@ def test_rollouts_that_chose_a_version_do_not_measure_it_when_they_come_again(
     versions = Registry(bench.layout).versions("default")
     bench.drain(worker)
     assert Registry(bench.layout).versions("default") == versions
-    assert worker.learner.gate.outcomes.unmeasured
+    assert worker.learner.judge.gate.outcomes.unmeasured
 
 
 def test_a_claim_that_fails_after_a_rollback_is_looked_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +266,7 @@ def test_a_claim_that_fails_after_a_rollback_is_looked_at_once(bench: Bench, mon
     bench.post("after", rollouts=64)
     with pytest.raises(OSError, match="no space"):
         bench.drain(strict)
-    state = strict.learner.gate.state
+    state = strict.learner.judge.gate.state
     assert state["served"] == registry.versions("default")[0]
     assert (state["trials"]["candidate"]["spent"]["looks"], state["tested"]) == (0, 0), (
         "it comes again, and counts then"
@@ -275,6 +278,6 @@ def test_a_version_whose_predecessor_is_gone_is_not_waited_for(bench: Bench) -> 
     bench.begin()
     worker = bench.worker(**EAGER)
     published_by(bench, worker, "a")
-    assert worker.learner.gate.outcomes.unmeasured
-    shutil.rmtree(bench.layout.drafter("default", str(worker.learner.gate.outcomes.watched)))
-    assert not worker.learner.gate.outcomes.unmeasured
+    assert worker.learner.judge.gate.outcomes.unmeasured
+    shutil.rmtree(bench.layout.drafter("default", str(worker.learner.judge.gate.outcomes.watched)))
+    assert not worker.learner.judge.gate.outcomes.unmeasured

@@ -107,7 +107,7 @@ def test_restarts_while_a_vocabulary_is_gathered_lose_nothing_and_count_nothing_
         worker = bench.worker(vocab_min_tokens=100_000)
         for _ in range(5):
             worker.cycle()
-        counted = int(worker.learner.token_counts.sum())
+        counted = int(worker.learner.lineage.token_counts.sum())
         assert worker.inbox.waiting == 3
     assert states(bench) == ["queued"] * 3
     bench.post("d", rollouts=4)
