@@ -41,7 +41,8 @@ class AgentMetrics:
         """Set the version that `engine` has loaded (None: no drafter, or one without a name)."""
         previous = self._loaded.pop(engine, None)
         if previous is not None and previous != version:
-            self._info.labels(self._run, engine, previous).set(0)  # inside a SGLang that shows metrics, labels are not removed
+            # Inside a SGLang that shows metrics, labels are not removed.
+            self._info.labels(self._run, engine, previous).set(0)
             self._info.remove(self._run, engine, previous)
         if version is not None:
             self._loaded[engine] = version
