@@ -68,6 +68,16 @@ def series(client: httpx.Client, expression: str) -> list[dict[str, Any]]:
     return []
 
 
+def shown(client: httpx.Client, target: dict[str, str]) -> dict[str, float]:
+    """What a panel draws of the run: the newest value by legend."""
+    expression = target["expr"].replace("$run", "default")
+    found = eventually(lambda: series(client, expression))
+    parts = re.split(r"{{(\w+)}}", target["legendFormat"])
+    legends = ["".join(one["metric"][part] if odd % 2 else part for odd, part in enumerate(parts)) for one in found]
+    assert len(set(legends)) == len(legends), (expression, legends)
+    return {legend: float(one["value"][1]) for legend, one in zip(legends, found, strict=True)}
+
+
 def wrong(tensors: dict[str, Tensor]) -> None:
     """Log-probabilities that are not those of the features: the batch ends dead."""
     tensors["logprobs"] -= 3.0 * (tensors["loss_mask"] > 0)
@@ -103,14 +113,8 @@ def test_every_panel_shows_a_live_run_and_an_alert_what_is_wrong_with_it(tmp_pat
                 engine.play(20, accepted, requests=10)
         for title, target in targets:
             if target is not alerts:
-                expression = target["expr"].replace("$run", "default")
-                found = eventually(lambda expression=expression: series(client, expression))
-                legends = [
-                    re.sub(r"{{(\w+)}}", lambda m, one=one: one["metric"][m[1]], target["legendFormat"])
-                    for one in found
-                ]
-                assert len(set(legends)) == len(legends), (title, legends)
-                assert all(math.isfinite(float(one["value"][1])) for one in found), (title, found)
+                found = shown(client, target)
+                assert all(map(math.isfinite, found.values())), (title, found)
         expression = alerts["expr"].replace("$run", "default")
         assert series(client, expression) == [], "a run without a fault"
         bad = world.rollout_file("bad", change=wrong)
