@@ -508,6 +508,9 @@ def run_faults(trial: FaultyTrial, programs: dict[str, subprocess.Popen[bytes]])
         os.kill(valkey, signal.SIGCONT)
         return trial.await_peace([], 10, ignored=[*lasting(trial), "TargetDown"]) and good
     finally:
+        for part in processes(programs["draftalign"].pid).values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(part, signal.SIGCONT)  # a part that is stopped ends at no signal but SIGKILL
         for agent in agents:
             agent.kill()
             agent.wait()
