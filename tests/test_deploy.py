@@ -112,7 +112,7 @@ def test_the_dashboard_draws_once_what_several_apis_report(tmp_path: Path) -> No
     cases = [
         {"expr": f"{fold}({one}) - {fold}({three})", "eval_time": "25m", "exp_samples": same}
         for expression in expressions
-        if "$run" in expression  # else it is the agents' own
+        if "$run" in expression and "draftalign_agent_" not in expression  # those are of one process each
         for one, three in [(expression.replace("$run", "one"), expression.replace("$run", "three"))]
         for fold in ("count", "sum")
     ]

@@ -144,7 +144,7 @@ class SwapAgent:
 
     def __init__(self, config: AgentConfig, engine: Engine | None = None) -> None:
         self.config, self._engine = config, engine
-        self.metrics = AgentMetrics()
+        self.metrics = AgentMetrics(config.run)
         self.metrics_port: int | None = None
         self.offer: Release | None = None
         self.followers: dict[str, EngineFollower] = {}

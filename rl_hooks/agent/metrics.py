@@ -16,11 +16,13 @@ MAX_VERSIONS: Final = 10
 class AgentMetrics:
     """One registry per agent, so that several agents fit in one process (and in one test run)."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: str = "default") -> None:
+        """`run`: the one whose drafters the engines follow."""
+        self._run = run
         self.registry = CollectorRegistry()
         gauge, counter = partial(Gauge, registry=self.registry), partial(Counter, registry=self.registry)
         text = "1 for the drafter version that the engine has loaded."
-        self._info = gauge("draftalign_agent_drafter_info", text, ["engine", "version"])
+        self._info = gauge("draftalign_agent_drafter_info", text, ["run", "engine", "version"])
         text = "Swaps by outcome: swapped, restored (after an engine restart), rolled_back, refused, failed."
         self.swaps = counter("draftalign_agent_swaps", text, ["engine", "outcome"])
         text = "Acceptance length of one drafter version in one engine, bonus token included (last 10 versions)."
@@ -39,11 +41,12 @@ class AgentMetrics:
         """Set the version that `engine` has loaded (None: no drafter, or one without a name)."""
         previous = self._loaded.pop(engine, None)
         if previous is not None and previous != version:
-            self._info.labels(engine, previous).set(0)  # inside a SGLang that shows metrics, labels are not removed
-            self._info.remove(engine, previous)
+            # Inside a SGLang that shows metrics, labels are not removed.
+            self._info.labels(self._run, engine, previous).set(0)
+            self._info.remove(self._run, engine, previous)
         if version is not None:
             self._loaded[engine] = version
-            self._info.labels(engine, version).set(1)
+            self._info.labels(self._run, engine, version).set(1)
 
     def alpha(self, engine: str, version: str, alpha: float) -> None:
         """Set α of a version, and forget the engine's oldest version beyond the bound."""

@@ -176,6 +176,8 @@ def advise(
             "hurt", f"each training loses {-each:.1%}: look at the rollouts, lower the learning rate or the passes"
         )
     span = f"{found.gain:.1%} ({found.low:+.1%} to {found.high:+.1%})"
+    if found.high < -_RULED_OUT:  # damage that was done at once: later trainings lose nothing more
+        return Advice("hurt", f"what is trained stays worse, {span}: look at the rollouts, lower the learning rate")
     left = f"further training would bring {span}"
     if blocked is not None and found.high >= _RULED_OUT:
         return Advice("blocked", f"{left}, but {blocked}")

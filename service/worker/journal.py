@@ -52,6 +52,11 @@ class Totals:
     rounds: dict[str, float] = field(default_factory=dict)
     round_tokens: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def gauges(self) -> dict[str, Any]:
+        """Their part of the `WorkerGauges`."""
+        return {f"{name}_total": value for name, value in vars(self).items() if name != "batches"}
+
 
 class _Pace:
     """The share of the worker's time that goes to training, over about its last twenty claims.
@@ -231,6 +236,7 @@ class Journal:
         self._pace = _Pace()
         self.engines = EngineReports(store, run)
         self._unsent: dict[str, ScoreRecord] = {}  # score records that Redis has not taken yet, by batch
+        self._told: dict[str, Any] | None = None  # the totals that Redis had before this worker told any
         #: Raises where another worker has the run: a worker that was paused would replace its records and gauges.
         self.before_sending: Callable[[], object] = lambda: None
 
@@ -344,12 +350,7 @@ class Journal:
         gauges = WorkerGauges.model_construct(  # unchecked: a figure that is no number is nobody's fault here
             action=decision.action.value,
             action_reason=decision.reason,
-            trained_tokens_total=self.totals.trained_tokens,
-            train_seconds_total=self.totals.train_seconds,
-            published_total=self.totals.published,
-            refused_total=self.totals.refused,
-            rounds_total=self.totals.rounds,
-            round_tokens_total=self.totals.round_tokens,
+            **self._never_falling(self.totals.gauges),
             draft_vocab_size=draft_vocab_size,
             draft_coverage=self._coverage,
             headroom=curve.headroom(self._pace.busy),
@@ -360,8 +361,25 @@ class Journal:
         )
         self._store.set_worker(gauges)
 
+    def _never_falling(self, totals: Mapping[str, Any]) -> dict[str, Any]:
+        """`totals`, none below what a worker before this one has told.
+
+        After a kill the work since the checkpoint is done again. Prometheus takes a counter that falls for one that
+        began at 0, and would count all that the run ever did once more.
+        """
+        if self._told is None:
+            self._told = {name: self._store.told(name) for name in totals}
+        return {name: _higher(value, self._told[name]) for name, value in totals.items()}
+
     def heed_people(self) -> bool:
         """Acknowledge or reset the drift alarm where somebody asked for it; returns whether it was."""
         if new := self.drift.heed(self._store.drift_requests()):
             self._store.set_worker(WorkerGauges.model_construct(**self.drift.gauges))
         return new
+
+
+def _higher(now: Any, before: Any) -> Any:
+    """The higher one of two totals, of sums by drafter each one; `before` is None where nothing was told."""
+    if isinstance(now, dict):
+        return {name: _higher(now.get(name, 0.0), (before or {}).get(name)) for name in now.keys() | (before or {})}
+    return now if before is None else max(now, before)

@@ -153,6 +153,11 @@ class Store:
         fields = (part for name, value in named.items() for part in (name, json.dumps(value)))
         self._redis.eval(_SET_WORKER, 1, self._keys.worker, *fields)
 
+    def told(self, gauge: str) -> Any:
+        """A gauge of the worker, as it was told last; None: never."""
+        text = self._redis.hget(self._keys.worker, gauge)
+        return None if text is None else json.loads(text)
+
     def drift_requests(self) -> dict[str, str]:
         """What people asked of the drift alarm: the id of the newest request by what is to be done."""
         return {_text(action): _text(request) for action, request in self._redis.hgetall(self._keys.drift).items()}

@@ -475,7 +475,7 @@ def test_own_metrics_are_served_on_loopback_and_bounded(service: Service, engine
 
         version = [served_and_counted(number) for number in range(1, 12)][-1]
         text = read_metrics(agent.metrics_port or 0)
-    assert f'draftalign_agent_drafter_info{{engine="{engine.url}",version="{version}"}} 1.0' in text
+    assert f'draftalign_agent_drafter_info{{engine="{engine.url}",run="default",version="{version}"}} 1.0' in text
     assert text.count("draftalign_agent_drafter_info{") == 1
     assert text.count("draftalign_agent_alpha{") == 10
     assert f'draftalign_agent_swaps_total{{engine="{engine.url}",outcome="swapped"}} 11.0' in text

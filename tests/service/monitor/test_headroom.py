@@ -195,6 +195,7 @@ def known(
         (known(0.2, 0.1, 0.3, busy=0.5), "train", False, "learning", "do nothing"),
         (known(0.2, 0.1, 0.3, busy=0.01), "idle", False, "unpaid", "costs"),
         (known(-0.1, -0.2, -0.01, each=-0.05), "probe", False, "hurt", "loses 5.0%"),
+        (known(-0.74, -1.08, -0.48, each=-0.036, error=0.025), "idle", False, "hurt", "stays worse, -74.0%"),
         (known(0.01, -0.02, 0.09, busy=0.95), "defer", False, "behind", "passed over"),
         (known(0.01, -0.02, 0.09), "idle", False, "resting", "not expected to pay now"),
         (known(0.0, -0.01, 0.012), "idle", False, "converged", "at most 1.2% is left: do nothing"),

@@ -208,6 +208,7 @@ async def reports_live(worker: Any, api: Any, summary: Callable[[], Awaitable[Su
     assert (await summary()).worker.action == "training"
     asked = await api.ask_of_drift("reset")
     assert worker.drift_requests() == {"reset": asked}
+    assert worker.told("error") is None
     for number in (3, 2):
         await api.note_head(number)
     assert (await api.latest_head(), await api.latest_policy()) == (2, 6)

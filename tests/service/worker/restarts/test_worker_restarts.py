@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from service.storage.reports.store import Store as WorkersStore
 from service.worker.checkpoint import WorkerCheckpoint
 from service.worker.claim import ClaimScorer
 from service.worker.inbox import CONSUMER, Loaded
+from service.worker.journal import Journal
 from service.worker.learner import Learner
 from service.worker.promotion.judge import Judge
 
+COUNTS = ("trained_tokens_total", "train_seconds_total", "published_total", "refused_total")
+SUMS = ("rounds_total", "round_tokens_total")
 MOMENTS = [
     (ClaimScorer, "score", False),
     (Learner, "train", False),
@@ -65,6 +69,33 @@ def test_a_death_at_any_step_leaves_the_state_of_an_undisturbed_run(
             bench.drain(bench.worker())
     bench.drain(bench.worker())
     assert final_state(bench) == undisturbed
+
+
+def test_the_totals_that_are_told_never_fall_though_a_death_loses_what_no_checkpoint_holds(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prometheus takes a counter that falls for one that began at 0, and counts all of it once more."""
+    five(bench)
+    told: list[dict[str, float]] = []
+
+    def report(self: Journal, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        sums = {f"{kind} {name}": value for kind in SUMS for name, value in bench.store.told(kind).items()}
+        told.append({kind: bench.store.told(kind) for kind in COUNTS} | sums)
+
+    real = Journal.report
+    monkeypatch.setattr(Journal, "report", report)
+    with monkeypatch.context() as patch:
+        die_in(patch, ClaimScorer, "score", calls=4)
+        with pytest.raises(Stopped):
+            bench.drain(bench.worker(checkpoint_seconds=1e6))
+    assert len(told) == 3
+    bench.drain(bench.worker(checkpoint_seconds=1e6))
+    assert len(told) > 3
+    assert "rounds_total served" in told[0]
+    for before, after in pairwise(told):
+        assert all(after[name] >= value for name, value in before.items()), (before, after)
+    assert told[-1]["rounds_total served"] > told[2]["rounds_total served"]
 
 
 def test_a_stop_right_after_a_death_between_checkpoint_and_ack_trains_nothing_twice(
