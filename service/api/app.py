@@ -47,7 +47,7 @@ from service.api.problems import Problem, in_units
 from service.api.rollouts import batches as rollouts_api
 from service.api.rollouts import dead as dead_api
 from service.api.rollouts import direct as direct_api
-from service.api.snapshot import read_parts, watch_headlines
+from service.api.snapshot import log_damaged, read_parts, watch_headlines
 from service.errors import ConfigurationError, ObjectStoreError
 from service.memory import RETURN_MEMORY_SECONDS, return_freed_memory, share_one_heap
 from service.monitor import metrics
@@ -208,6 +208,7 @@ async def get_metrics(request: Request, context: Context, caller: Caller) -> Res
 async def _metrics(context: ServiceContext, runs: Sequence[str]) -> bytes:
     memory = await memory_of(context.redis.client)
     parts, damaged = await read_parts(context, runs)
+    log_damaged(damaged)
     return await asyncio.to_thread(
         metrics.render,
         parts,

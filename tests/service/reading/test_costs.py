@@ -11,7 +11,7 @@ import threading
 import time
 import tracemalloc
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +29,8 @@ from redis import Redis
 from service.api.auth import _BEGIN_AT_ONCE, Throttle
 from service.api.context.context import ServiceContext
 from service.api.context.evidence import Evidence
-from service.api.snapshot import read_followed, read_headline, read_now
+from service.api.snapshot import read_followed, read_headlines, read_now
 from service.monitor.events import Refused
-from service.monitor.headline import Headline
 from service.monitor.live.engine import LiveRule
 from service.monitor.metrics import RunSnapshot
 from service.monitor.records import Return, RunState, ScoreRecord, written
@@ -43,7 +42,6 @@ from service.storage.drafters.versions import Manifest
 from service.storage.history.lines import Followed, LineFile
 from service.storage.layout import Layout
 from service.storage.queue.keys import Keys
-from service.storage.ready import Memory
 from service.storage.registry import Registry
 from service.storage.reports.store import AsyncStore
 from service.storage.reports.summary import summary_of
@@ -361,14 +359,14 @@ def test_many_who_list_the_runs_at_once_share_two_answers(
 ) -> None:
     """Each open page asks every few seconds, and a run takes milliseconds."""
     asked, wake = list[str](), threading.Event()
-    plain = read_headline
+    plain = read_headlines
 
-    async def slow(context: ServiceContext, run: str, memory: Memory | None) -> Headline:
-        asked.append(run)
+    async def slow(context: ServiceContext, runs: Sequence[str]) -> object:
+        asked.extend(runs)
         await asyncio.to_thread(wake.wait, 20)
-        return await plain(context, run, memory)
+        return await plain(context, runs)
 
-    monkeypatch.setattr("service.api.runs.read_headline", slow)
+    monkeypatch.setattr("service.api.runs.read_headlines", slow)
     arrived, share = list[object](), Shared.get
 
     async def counted(self: Shared, kind: Any, compute: Any) -> Any:
