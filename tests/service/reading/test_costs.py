@@ -549,7 +549,11 @@ def test_many_who_wait_cost_one_look_and_all_learn_of_a_move(
     assert len(looks) <= 2
 
 
-def test_a_client_that_is_gone_is_not_waited_for(service: RunningService) -> None:
+@pytest.mark.parametrize("behind", ["", "GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_a_client_that_is_gone_is_not_waited_for(serve: Callable[..., RunningService], behind: str) -> None:
+    """Also where it has sent another request behind: uvicorn tells only the last one that it is gone."""
+    service = serve(long_poll_max_seconds=3600)
+    assert service.register().status_code == 201
     etag = service.publish().etag
     context: ServiceContext = service.server.config.app.state.context  # type: ignore[union-attr]
 
@@ -560,9 +564,8 @@ def test_a_client_that_is_gone_is_not_waited_for(service: RunningService) -> Non
             time.sleep(0.01)
 
     with socket.create_connection(("127.0.0.1", service.port)) as link:
-        link.sendall(
-            f"GET /drafter/latest?wait=50 HTTP/1.1\r\nHost: localhost\r\nIf-None-Match: {etag}\r\n\r\n".encode()
-        )
+        asked = f"GET /drafter/latest?wait=3600 HTTP/1.1\r\nHost: localhost\r\nIf-None-Match: {etag}\r\n\r\n"
+        link.sendall((asked + behind).encode())
         becomes(1)
     becomes(0)
 
@@ -587,6 +590,30 @@ def test_few_requests_begin_in_a_turn_so_that_a_probe_is_next() -> None:
     order = asyncio.run(main())
     assert order.index("probe") <= 3 * _BEGIN_AT_ONCE
     assert [name for name in order if name != "probe"] == [f"agent {n}" for n in range(500)], "first come, first served"
+
+
+def test_while_more_requests_come_few_begin_and_none_waits_for_ever() -> None:
+    """Uvloop accepts one connection in a turn: whoever is to be accepted next waits for all that begin before."""
+
+    async def main() -> tuple[list[int], list[int]]:
+        throttle, order, begun = Throttle(), list[int](), list[int]()
+
+        async def request(number: int) -> None:
+            await throttle.wait()
+            order.append(number)
+
+        tasks = []
+        for number in range(150):
+            tasks.append(asyncio.create_task(request(number)))
+            await asyncio.sleep(0)
+            begun.append(len(order))
+        await asyncio.gather(*tasks)
+        return order, begun
+
+    order, begun = asyncio.run(main())
+    assert begun[60] == 1, "the first, which found none at work"
+    assert begun[-1] == 1 + 2 * _BEGIN_AT_ONCE, "four after 64 turns each"
+    assert order == list(range(150)), "first come, first served"
 
 
 def test_a_point_is_json(redis_url: str, redis_client: Redis) -> None:
