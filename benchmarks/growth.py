@@ -353,6 +353,7 @@ def runs(world: World, sizes: Sequence[int]) -> None:
             "a score in one and /metrics": lambda: one("/metrics"),
             "/metrics, signs of life": functools.partial(alive, stores),
             "/metrics, nothing new": lambda: world.look("/metrics"),
+            "/runs, nothing new": lambda: world.look("/runs"),
         }
         table.measure(size, world, events, 20)
     table.show()
