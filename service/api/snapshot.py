@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from pydantic_core import to_json, to_jsonable_python
 from redis.exceptions import RedisError
 
-from service.api.context.context import Kept, MadeOf, ServiceContext
+from service.api.context.context import KeptOfRun, MadeOf, ServiceContext
 from service.api.problems import Problem
 from service.errors import RunNotFound, ServiceError
 from service.monitor.alpha import Attempt, placed
@@ -174,7 +174,7 @@ async def _read_one(
     made, snapshot = await make(run, await context.summary(run) if answer is None else summary_in(answer))
     if answer is not None and snapshot.queue_limit_bytes is not None and stands(snapshot):
         counters = snapshot.counters
-        made_of[kind] = Kept(answer, beat is not None, stamps, snapshot.queue_limit_bytes, counters, made)
+        made_of[kind] = KeptOfRun(answer, beat is not None, stamps, snapshot.queue_limit_bytes, counters, made)
     return tell(made, beat)
 
 

@@ -105,7 +105,7 @@ class RedisServer:
 MadeOf = Literal["part", "snapshot"]
 
 
-class Kept(NamedTuple):
+class KeptOfRun(NamedTuple):
     """What was made of a run last: of what, and the two counters by which the disk bounds its queue."""
 
     answer: SummaryText
@@ -124,7 +124,7 @@ class OfRun:
         #: Whether this process accepted a batch of it.
         self.accepted = False
         #: What stands while nothing is written.
-        self.made: dict[MadeOf, Kept] = {}
+        self.made: dict[MadeOf, KeptOfRun] = {}
         #: Of calls that take turns in the run.
         self.turn = asyncio.Lock()
         self._asked = 0.0  # when somebody asked for the series, by the monotonic clock
