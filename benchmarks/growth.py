@@ -97,6 +97,7 @@ class World:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("DRAFTALIGN_")}
         environment |= {"DRAFTALIGN_STATE_DIR": str(self.state), "DRAFTALIGN_REDIS_URL": self._valkey.url}
         environment |= {"DRAFTALIGN_PORT": str(self.port), "DRAFTALIGN_LOG_LEVEL": "ERROR", "PYTHONPATH": str(ROOT)}
+        environment |= {"DRAFTALIGN_MAX_RUNS": "10000"}
         self._api = subprocess.Popen([sys.executable, "-m", "service.cli", "serve"], env=environment, cwd=ROOT)
         self.pid = self._api.pid
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
@@ -352,6 +353,7 @@ def runs(world: World, sizes: Sequence[int]) -> None:
             "a score in one and /metrics": lambda: one("/metrics"),
             "/metrics, signs of life": functools.partial(alive, stores),
             "/metrics, nothing new": lambda: world.look("/metrics"),
+            "/runs, nothing new": lambda: world.look("/runs"),
         }
         table.measure(size, world, events, 20)
     table.show()

@@ -41,13 +41,13 @@ from service.api.context.answers import Status
 from service.api.context.audited import Auditor
 from service.api.context.context import Context, ServiceContext
 from service.api.drafters import tagged
-from service.api.port.connections import BoundedProtocol, Places, TlsDoor, tls_context
+from service.api.port.connections import MAX_CONNECTIONS, BoundedProtocol, Places, TlsDoor, tls_context
 from service.api.port.free import check_port
 from service.api.problems import Problem, in_units
 from service.api.rollouts import batches as rollouts_api
 from service.api.rollouts import dead as dead_api
 from service.api.rollouts import direct as direct_api
-from service.api.snapshot import read_parts, watch_headlines
+from service.api.snapshot import log_damaged, read_parts, watch_headlines
 from service.errors import ConfigurationError, ObjectStoreError
 from service.memory import RETURN_MEMORY_SECONDS, return_freed_memory, share_one_heap
 from service.monitor import metrics
@@ -92,6 +92,7 @@ def create_app(settings: Settings) -> FastAPI:
         socket_timeout=5.0,
         socket_connect_timeout=2.0,
         retry=Retry(ExponentialBackoff(cap=0.2, base=0.05), 2),
+        max_connections=MAX_CONNECTIONS,  # beyond 100, redis-py's own bound, requests would hear that Redis is away
     )
 
     @contextlib.asynccontextmanager
@@ -208,6 +209,7 @@ async def get_metrics(request: Request, context: Context, caller: Caller) -> Res
 async def _metrics(context: ServiceContext, runs: Sequence[str]) -> bytes:
     memory = await memory_of(context.redis.client)
     parts, damaged = await read_parts(context, runs)
+    log_damaged(damaged)
     return await asyncio.to_thread(
         metrics.render,
         parts,
@@ -300,7 +302,8 @@ def run_api(settings: Settings) -> None:
     gc.collect()
     gc.freeze()  # full collections pass over what lives as long as the process: 20 ms in which nothing is answered
     gc.set_threshold(*gc.get_threshold()[:2], _NEVER)  # `_return_memory` makes them
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # it would log http:// where `TlsDoor` does the TLS
+    # It would log http:// where `TlsDoor` does the TLS, and a line for each request of a stranger that is no HTTP.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     server.run()
     if not server.started:
         raise ConfigurationError(f"could not listen on {settings.host}:{settings.port}; is the port taken?")

@@ -50,6 +50,8 @@ _NO_RUN: Final = frozenset({"/", "/metrics", "/openapi.json", *PUBLIC})
 _HEAD: Final = re.compile(r"/runs/[^/]+/head")
 #: Requests other than probes that may begin in one turn of the event loop: a millisecond of work or two.
 _BEGIN_AT_ONCE: Final = 4
+#: Turns in a row in which none begins while others come.
+_TAKEN_IN_FIRST: Final = 64
 #: Scope key: the caller's `Token`.
 CALLER: Final = "draftalign.caller"
 _LOOPBACK: Final = Token(LOOPBACK, frozenset(SCOPES))
@@ -118,36 +120,38 @@ def check_covers(caller: Token, run: str) -> None:
 
 
 class Throttle:
-    """Lets few requests begin in one turn of the event loop.
+    """Lets few requests begin in one turn of the event loop, and none while others come.
 
-    When a thousand agents reconnect at once, a probe waits for the requests of one turn and not for all of them.
+    A turn of uvloop accepts one connection. When a thousand agents reconnect at once, they are taken in before they are
+    answered, which takes a third of the time. So a probe among them waits for that only, and for few requests.
     """
 
     def __init__(self) -> None:
-        self._left = _BEGIN_AT_ONCE
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._due = False
+        self._due = self._came = False  # whether `_next` is to come; whether a request came since it did
+        self._turns = 0  # in a row in which one came
 
     async def wait(self) -> None:
         """Return when the request may begin; first come, first served."""
-        loop = asyncio.get_running_loop()
+        self._came = True
         if not self._due:
             self._due = True
-            loop.call_soon(self._next)
-        if self._left > 0:
-            self._left -= 1
-        else:
-            self._waiting.append(loop.create_future())
-            await self._waiting[-1]
+            asyncio.get_running_loop().call_soon(self._next)
+            return
+        self._waiting.append(asyncio.get_running_loop().create_future())
+        await self._waiting[-1]
 
     def _next(self) -> None:
-        self._left = _BEGIN_AT_ONCE
-        while self._waiting and self._left > 0:
+        came, self._came, left = self._came, False, 0
+        self._turns = self._turns + 1 if came else 0
+        if not came or self._turns > _TAKEN_IN_FIRST:
+            self._turns, left = 0, _BEGIN_AT_ONCE
+        while self._waiting and left > 0:
             waiting = self._waiting.popleft()
             if not waiting.done():
                 waiting.set_result(None)
-                self._left -= 1
-        self._due = self._left < _BEGIN_AT_ONCE
+                left -= 1
+        self._due = came or bool(self._waiting)
         if self._due:
             asyncio.get_running_loop().call_soon(self._next)
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -20,7 +19,7 @@ from service.api.context.answers import Deletion, DriftRequest, HeadReceipt, Run
 from service.api.context.audited import audit
 from service.api.context.context import Context, ServiceContext
 from service.api.problems import FOLLOWED, Problem, in_units
-from service.api.snapshot import each_run, read_headline, read_standing
+from service.api.snapshot import log_damaged, read_headlines, read_standing
 from service.api.uploads import FILE_BODY, check_announcement, json_body, parse_body, receive_file
 from service.monitor.headline import Headline
 from service.monitor.records import State
@@ -28,7 +27,7 @@ from service.monitor.worth import step_speedup
 from service.storage.admission.nearness import check_finite, check_head, join_run
 from service.storage.admission.sent import check_initial_drafter
 from service.storage.layout import FileId, is_there
-from service.storage.ready import PROBE_SECONDS, memory_of
+from service.storage.ready import PROBE_SECONDS
 from service.storage.reports.drafting import Drafting
 from service.storage.runs import (
     RunRecord,
@@ -239,18 +238,16 @@ async def get_runs(context: Context, caller: Caller) -> Response:
 
 
 async def _listed(context: ServiceContext, runs: Sequence[str]) -> bytes:
-    memory = await memory_of(context.redis.client)
-
-    async def line(run: str) -> dict[str, Any]:
-        record, latest = context.run(run), context.registry.latest(run)
-        facts = {"run": run, "created": record.created, "drafter": None if latest is None else latest.version}
-        facts["state"] = read_state(context.layout, run).state
-        return facts | {"headline": to_jsonable_python(await read_headline(context, run, memory))}
-
-    lines, damaged = await each_run(runs, line)
+    found, damaged = await read_headlines(context, runs)
+    log_damaged(damaged)
+    lines: dict[str, dict[str, Any]] = {}
+    for run, (now, said) in found.items():
+        drafter = None if now.latest is None else now.latest.version
+        lines[run] = {"run": run, "created": now.registered, "drafter": drafter, "state": now.state.state}
+        lines[run]["headline"] = said
     for run, error in damaged.items():
         said = Headline("bad", "unreadable", "Unreadable", f"Unreadable: {error}")
-        lines[run] = {"run": run, "created": None, "drafter": None, "state": None, "headline": asdict(said)}
+        lines[run] = {"run": run, "created": None, "drafter": None, "state": None, "headline": said}
     return to_json({"runs": [lines[run] for run in runs if run in lines]}, inf_nan_mode="null")
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from pydantic_core import to_json, to_jsonable_python
 from redis.exceptions import RedisError
 
-from service.api.context.context import KeptPart, ServiceContext
+from service.api.context.context import KeptOfRun, MadeOf, ServiceContext
 from service.api.problems import Problem
 from service.errors import RunNotFound, ServiceError
 from service.monitor.alpha import Attempt, placed
@@ -60,6 +60,7 @@ _WATCH_SECONDS: Final = 10.0
 #: Runs that a scrape asks for at once: other requests are answered between two such groups.
 _AT_ONCE: Final = 64
 _T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,23 +91,62 @@ async def read_now(context: ServiceContext, run: str, summary: Summary) -> RunSn
 
 
 async def read_parts(context: ServiceContext, runs: Sequence[str]) -> tuple[dict[str, Part], dict[str, Exception]]:
-    """Each run's part of `/metrics`, as `each_run` has it. Of a run in which nothing was written it is the last one."""
-    parts, damaged = dict[str, Part](), dict[str, Exception]()
+    """Each run's part of `/metrics`, as `each_run` has it."""
+
+    async def make(run: str, summary: Summary) -> tuple[Part, RunSnapshot]:
+        snapshot = await read_now(context, run, summary)
+        return await asyncio.to_thread(part_of, run, snapshot), snapshot
+
+    return await _read_all(context, runs, "part", make, with_heartbeat)
+
+
+async def read_headlines(
+    context: ServiceContext, runs: Sequence[str]
+) -> tuple[dict[str, tuple[RunSnapshot, Headline]], dict[str, Exception]]:
+    """How each run is, as `each_run` has it. Called every 10 s, it reads a bounded amount, however long a run lasts."""
+    memory = await memory_of(context.redis.client)
+
+    async def make(run: str, summary: Summary) -> tuple[RunSnapshot, RunSnapshot]:
+        snapshot = await _read_recent(context, run, memory, summary)
+        return snapshot, snapshot
+
+    def tell(stored: RunSnapshot, beat: float | None) -> tuple[RunSnapshot, Headline]:
+        worker = stored.worker if beat is None else stored.worker.model_copy(update={"heartbeat": beat})
+        now = replace(stored, now=time.time(), worker=worker, redis_fill=_fill(memory))
+        return now, headline(facts_of(now, context.settings))
+
+    return await _read_all(context, runs, "snapshot", make, tell)
+
+
+async def _read_all(
+    context: ServiceContext,
+    runs: Sequence[str],
+    kind: MadeOf,
+    make: Callable[[str, Summary], Awaitable[tuple[_T, RunSnapshot]]],
+    tell: Callable[[_T, float | None], _R],
+) -> tuple[dict[str, _R], dict[str, Exception]]:
+    """What `make` makes of each run, as `each_run` has it. Of a run in which nothing was written it is the last one.
+
+    `tell`: what that says beside the worker's last sign of life, which comes again and again.
+    """
+    told, damaged = dict[str, _R](), dict[str, Exception]()
     for begin in range(0, len(runs), _AT_ONCE):
         some = runs[begin : begin + _AT_ONCE]
         answers = await answers_of(context.redis.client, some)
-        files = await asyncio.to_thread(_files_of, context, some)
-        found, broken = await each_run(some, partial(_read_part, context, answers, files))
-        parts |= found
+        # Before anything else is read of the runs.
+        files = await asyncio.to_thread(_files_of, context, kind, some)
+        read = partial(_read_one, context, kind, make, tell, answers, files)
+        found, broken = await each_run(some, read)
+        told |= found
         damaged |= broken
-    return parts, damaged
+    return told, damaged
 
 
-def _files_of(context: ServiceContext, runs: Sequence[str]) -> dict[str, tuple[Stamps, int | None]]:
-    """Each run's stamps, and the bound of its queue by what the part that is kept says of it; None: not known."""
+def _files_of(context: ServiceContext, kind: MadeOf, runs: Sequence[str]) -> dict[str, tuple[Stamps, int | None]]:
+    """Each run's stamps, and the bound of its queue by what is kept of it; None: not known."""
     found = dict[str, tuple[Stamps, int | None]]()
     for run in runs:
-        stamps, kept, limit_bytes = context.layout.stamps(run), context.of(run).part, None
+        stamps, kept, limit_bytes = context.layout.stamps(run), context.of(run).made.get(kind), None
         if kept is not None:
             with suppress(OSError):  # who reads the run says why
                 limit_bytes = _queue_limit_bytes(context, run, kept.counters)
@@ -114,28 +154,28 @@ def _files_of(context: ServiceContext, runs: Sequence[str]) -> dict[str, tuple[S
     return found
 
 
-async def _read_part(
+async def _read_one(
     context: ServiceContext,
+    kind: MadeOf,
+    make: Callable[[str, Summary], Awaitable[tuple[_T, RunSnapshot]]],
+    tell: Callable[[_T, float | None], _R],
     answers: Mapping[str, SummaryText],
     files: Mapping[str, tuple[Stamps, int | None]],
     run: str,
-) -> Part:
-    """`answers`: of Redis, just now. Where it had none for a run it says why when it is asked for this run alone.
-
-    `files`: as of `_files_of`, before anything else is read of the runs.
-    """
-    answer, (stamps, now_bytes), kept = answers.get(run), files[run], context.of(run).part
+) -> _R:
+    """`answers`: of Redis, just now. Where it had none for a run it says why when it is asked for this run alone."""
+    answer, (stamps, limit_bytes), made_of = answers.get(run), files[run], context.of(run).made
     beat = None if answer is None else answer.heartbeat
-    same = kept is not None and (kept.answer, kept.stamps) == (answer, stamps) and kept.has_beat == (beat is not None)
-    if kept is not None and same and kept.limit_bytes == now_bytes:
-        return kept.part if beat is None else with_heartbeat(kept.part, beat)
-    context.of(run).part = None
-    snapshot = await read_now(context, run, await context.summary(run) if answer is None else summary_in(answer))
-    part = await asyncio.to_thread(part_of, run, snapshot)
+    kept = made_of.get(kind)
+    now = answer, beat is not None, stamps, limit_bytes
+    if kept is not None and (kept.answer, kept.has_beat, kept.stamps, kept.limit_bytes) == now:
+        return tell(kept.made, beat)
+    made_of.pop(kind, None)
+    made, snapshot = await make(run, await context.summary(run) if answer is None else summary_in(answer))
     if answer is not None and snapshot.queue_limit_bytes is not None and stands(snapshot):
-        limit_bytes, counters = snapshot.queue_limit_bytes, snapshot.counters
-        context.of(run).part = KeptPart(answer, beat is not None, stamps, limit_bytes, counters, part)
-    return part
+        counters = snapshot.counters
+        made_of[kind] = KeptOfRun(answer, beat is not None, stamps, snapshot.queue_limit_bytes, counters, made)
+    return tell(made, beat)
 
 
 async def read_followed(context: ServiceContext, run: str, since: str | None = None) -> RunView:
@@ -205,7 +245,7 @@ async def _read_bounded(context: ServiceContext, run: str, memory: Memory | None
             moves=digest.moves,
             counters=counters,
             queue_limit_bytes=_queue_limit_bytes(context, run, counters),
-            redis_fill=None if memory is None else round(memory.fill, 2),
+            redis_fill=_fill(memory),
             worker=found.worker,
             latest=None if latest is None else ServedDrafter(latest.version, latest.sequence, latest.created),
             now=now,
@@ -221,6 +261,10 @@ async def _read_bounded(context: ServiceContext, run: str, memory: Memory | None
         )
 
     return await asyncio.to_thread(told)
+
+
+def _fill(memory: Memory | None) -> float | None:
+    return None if memory is None else round(memory.fill, 2)
 
 
 def _queue_limit_bytes(context: ServiceContext, run: str, counters: Mapping[str, int]) -> int:
@@ -245,27 +289,27 @@ async def each_run(
         except Exception as error:
             if isinstance(error, RedisError) and not is_of_one_key(error):
                 raise
-            log.error("run %s cannot be read: %s", run, error)
             damaged[run] = error
     return found, damaged
 
 
-async def read_headline(context: ServiceContext, run: str, memory: Memory | None) -> Headline:
-    """Say how a run is. Called every 10 s for every run, it reads a bounded amount, however long a run lasts."""
-    snapshot = await _read_recent(context, run, memory)
-    return await asyncio.to_thread(lambda: headline(facts_of(snapshot, context.settings)))
-
-
-async def _read_recent(context: ServiceContext, run: str, memory: Memory | None) -> RunSnapshot:
-    bounded = await _read_bounded(context, run, memory, await context.summary(run))
+async def _read_recent(context: ServiceContext, run: str, memory: Memory | None, summary: Summary) -> RunSnapshot:
+    bounded = await _read_bounded(context, run, memory, summary)
     counts = await context.store(run).newest_acceptances(bounded.now - ENGINE_SILENT_SECONDS)
     found = replace(bounded, acceptances=counts)
     return await asyncio.to_thread(lambda: found.with_engine(found.newest.attempt, found.newest.attempt.scores))
 
 
+def log_damaged(damaged: Mapping[str, Exception]) -> None:
+    """Say which runs cannot be read, and why."""
+    for run, error in damaged.items():
+        log.error("run %s cannot be read: %s", run, error)
+
+
 async def read_standing(context: ServiceContext, run: str) -> dict[str, Any]:
     """The headline, and what a trainer logs: what became of the run's batches, α and headroom; null is not known."""
-    snapshot = await _read_recent(context, run, await memory_of(context.redis.client))
+    memory = await memory_of(context.redis.client)
+    snapshot = await _read_recent(context, run, memory, await context.summary(run))
     facts = await asyncio.to_thread(facts_of, snapshot, context.settings)
     counts, now, headroom = snapshot.counters, facts.current, snapshot.worker.headroom
     letters = snapshot.dead_letters
@@ -361,7 +405,7 @@ def engine_line(verdict: EngineVerdict) -> dict[str, Any]:
 
 def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
     """Collect what the headline needs. Of the whole run and of what `read_headline` reads the facts are the same."""
-    counters, recent = snapshot.counters, sorted(snapshot.scores, key=lambda score: score.arrival)
+    counters, recent = snapshot.counters, snapshot.newest
     ended: list[tuple[Arrival, Mapping[str, str] | None]] = [
         (score.arrival, None) for score in recent[-RECENT_BATCHES:]
     ]
@@ -436,12 +480,12 @@ async def watch_headlines(context: ServiceContext) -> None:
     while True:
         await asyncio.sleep(_WATCH_SECONDS)
         with going_on("the list of runs"):
-            runs = await asyncio.to_thread(context.layout.run_names)
-            memory = await memory_of(context.redis.client)
-            for run in runs:
+            found, damaged = await read_headlines(context, await asyncio.to_thread(context.layout.run_names))
+            for run, error in damaged.items():
                 with going_on(f"run {run}"):
-                    found = await read_headline(context, run, memory)
-                    if said.get(run) != found.state:
-                        said[run] = found.state
-                        level = logging.WARNING if found.level in ("bad", "warn") else logging.INFO
-                        log.log(level, "%s: %s", run, found.text)
+                    raise error
+            for run, (_, now) in found.items():
+                if said.get(run) != now.state:
+                    said[run] = now.state
+                    level = logging.WARNING if now.level in ("bad", "warn") else logging.INFO
+                    log.log(level, "%s: %s", run, now.text)

@@ -152,10 +152,10 @@ def part_of(run: str, stored: RunSnapshot) -> Part:
     return families.part()
 
 
-def with_heartbeat(part: Part, heartbeat: float) -> Part:
+def with_heartbeat(part: Part, heartbeat: float | None) -> Part:
     """The same part after another sign of life of the worker; that of a run that tells none stays as it is."""
     beginning = next((one for one in part if one.startswith(_HEARTBEAT)), None)
-    if beginning is None:
+    if beginning is None or heartbeat is None:
         return part
     sample = part[beginning].rpartition(b" ")[0]
     value = floatToGoString(heartbeat)  # type: ignore[no-untyped-call]
@@ -281,8 +281,7 @@ def advice_of(snapshot: RunSnapshot) -> Advice:
 
 
 def _trainer_silent(snapshot: RunSnapshot) -> bool:
-    recent = sorted(snapshot.scores, key=lambda score: score.arrival)[-RECENT_BATCHES:]
-    return trainer_silent(snapshot.last_arrival, snapshot.now, longest_pause(recent))
+    return trainer_silent(snapshot.last_arrival, snapshot.now, longest_pause(snapshot.newest[-RECENT_BATCHES:]))
 
 
 def _add_headroom(families: _Families, run: str, snapshot: RunSnapshot) -> None:

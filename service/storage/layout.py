@@ -37,6 +37,7 @@ FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 FileId = tuple[int, int] | None
 #: Inode, time of change and size of each of some files; None: there is no such file.
 Stamps = tuple[tuple[int, int, int] | None, ...]
+_RECORD, _STATE, _LATEST, _HISTORY = _STAMPED = "run.json", "state.json", "latest.json", "history.jsonl"
 
 
 class Layout:
@@ -117,16 +118,17 @@ class Layout:
 
     def run_json(self, run: str) -> Path:
         """The registration's record."""
-        return self.run(run) / "run.json"
+        return self.run(run) / _RECORD
 
     def stamps(self, run: str) -> Stamps:
         """What differs once something small of a run was written: its record, state, served version or history."""
-        revalidate(self.run(run))
-        return tuple(map(_stamp, (self.run_json(run), self.run_state(run), self.latest(run), self.history(run))))
+        directory = self.run(run)
+        revalidate(directory)
+        return tuple(_stamp(f"{directory}/{name}") for name in _STAMPED)  # a scrape asks it of all runs: no `Path`
 
     def run_state(self, run: str) -> Path:
         """What a person wants of the run; absent where nobody has said anything."""
-        return self.run(run) / "state.json"
+        return self.run(run) / _STATE
 
     def run_drafting(self, run: str) -> Path:
         """How the run's engines draft; absent where none has said it."""
@@ -171,11 +173,11 @@ class Layout:
 
     def latest(self, run: str) -> Path:
         """The pointer `{sequence, version, reason}`."""
-        return self.run(run) / "latest.json"
+        return self.run(run) / _LATEST
 
     def history(self, run: str) -> Path:
         """Every move of `latest` and every verdict of the gate, one JSON object per line."""
-        return self.run(run) / "history.jsonl"
+        return self.run(run) / _HISTORY
 
     def verdicts(self, run: str) -> Path:
         """Every verdict of a canary, one JSON object per line."""
@@ -201,7 +203,7 @@ class Layout:
 
     def run_names(self) -> list[str]:
         """Runs that were registered, sorted."""
-        return self._runs_with("run.json")
+        return self._runs_with(_RECORD)
 
     def withdrawn_names(self) -> list[str]:
         """Runs that are being deleted, sorted."""
@@ -277,16 +279,17 @@ def _stat(path: Path) -> os.stat_result | None:
     return None
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
+def _stamp(path: str) -> tuple[int, int, int] | None:
     """Of a file as it is now, also where another host appended to it: an NFS client asks the server when it opens."""
-    with contextlib.suppress(OSError):
+    try:
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            found = os.fstat(opened)
-        finally:
-            os.close(opened)
-        return found.st_ino, found.st_mtime_ns, found.st_size
-    return None
+    except OSError:
+        return None
+    try:
+        found = os.fstat(opened)
+    finally:
+        os.close(opened)
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _may_be_there(path: Path) -> bool:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, Final, NamedTuple, ParamSpec, TypeVar
+from typing import Annotated, Any, Final, Literal, NamedTuple, ParamSpec, TypeVar
 
 import redis.asyncio
 import redis.exceptions
@@ -24,7 +24,6 @@ from service.api.problems import Problem
 from service.errors import RegistryBusy
 from service.monitor.headline import REDIS_NEARLY_FULL
 from service.monitor.live.engine import LiveRule
-from service.monitor.metrics import Part
 from service.reading.pointer import Pointer
 from service.reading.quiet import Quiet
 from service.reading.series import Series
@@ -102,15 +101,19 @@ class RedisServer:
             raise redis.exceptions.TimeoutError(f"no answer in {PROBE_SECONDS} s") from error
 
 
-class KeptPart(NamedTuple):
-    """A run's part of `/metrics`: of what it was made, and the two counters by which the disk bounds its queue."""
+#: What is made of a run again and again: its part of `/metrics`, the snapshot that its headline is of.
+MadeOf = Literal["part", "snapshot"]
+
+
+class KeptOfRun(NamedTuple):
+    """What was made of a run last: of what, and the two counters by which the disk bounds its queue."""
 
     answer: SummaryText
     has_beat: bool
     stamps: Stamps
     limit_bytes: int
     counters: Mapping[str, int]
-    part: Part
+    made: Any
 
 
 class OfRun:
@@ -120,8 +123,8 @@ class OfRun:
         self.record: tuple[FileId, RunRecord] | None = None  # with the file that it was read from
         #: Whether this process accepted a batch of it.
         self.accepted = False
-        #: Its part of `/metrics` that was made last, where it stands.
-        self.part: KeptPart | None = None
+        #: What stands while nothing is written.
+        self.made: dict[MadeOf, KeptOfRun] = {}
         #: Of calls that take turns in the run.
         self.turn = asyncio.Lock()
         self._asked = 0.0  # when somebody asked for the series, by the monotonic clock

@@ -97,6 +97,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         self._idle_bytes = 0  # came since a header or a part of a body was complete
         self._reader: BodyReader | None = None
+        #: Requests that are not answered yet. When the client leaves, uvicorn tells the one that came last.
+        self._cycles: list[RequestResponseCycle] = []
 
     @property
     def gives_way(self) -> bool:
@@ -131,6 +133,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._reader = None
         self._works()
         self._end_header_timer()
+        for cycle in self._cycles:
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -185,6 +190,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             raise self._refused(HTTPStatus.TOO_MANY_REQUESTS, f"at most {MAX_PIPELINED} requests may wait for answers")
         super().on_headers_complete()
+        self._cycles = [one for one in self._cycles if not one.response_complete] + [self.cycle]
         extensions = self.cycle.scope.setdefault("extensions", {})
         extensions[TAKE_BODY] = {"take": functools.partial(_take_body, weakref.ref(self), weakref.ref(self.cycle))}
 

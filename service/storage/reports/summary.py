@@ -12,34 +12,45 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
+from redis.asyncio.cluster import RedisCluster
+
 from service.monitor.headline import RECENT_BATCHES
 from service.monitor.records import WorkerGauges, read
 from service.storage.queue.keys import GOES_ON_SECONDS, OUTDATED_KEPT_SECONDS, OUTDATED_SECONDS, Keys
 from service.storage.queue.rollout_queue import COUNTERS, counts, parts
 from service.storage.reports.store import Changes
 
-#: All in one string: to ask for a part more costs a client more than it costs this script. Redis 6.2 commands only.
-#: KEYS: queue, held, counters, outdated, dead, worker, scored, reported, changes, scores, acceptance.
-#: ARGV: dead letters wanted, names of counters. The JSON has false for what is not there; fields of a hash or an entry
-#: are a list of names and values, and an empty list is {}.
+#: All of a run in one string: to ask for a part more costs a client more than it costs this script. Redis 6.2 commands
+#: only. KEYS: eleven of each run, as `summary` names them. ARGV: dead letters wanted, names of counters. The JSON has
+#: false for what is not there; fields of a hash or an entry are a list of names and values, and an empty list is {}. A
+#: run alone is told its error; among others it has no answer.
 _SUMMARY: Final = """
-local stream, first, last = redis.pcall('XINFO', 'STREAM', KEYS[1]), false, false
-for i = 1, #stream, 2 do -- none in an error: there is no queue
-  if stream[i] == 'first-entry' and stream[i + 1] then first = stream[i + 1][1] end
-  if stream[i] == 'last-generated-id' then last = stream[i + 1] end
+local function summary(queue, held, counters, outdated, dead, gauges, scored, reported, changes, scores, acceptance)
+  local stream, first, last = redis.pcall('XINFO', 'STREAM', queue), false, false
+  for i = 1, #stream, 2 do -- none in an error: there is no queue
+    if stream[i] == 'first-entry' and stream[i + 1] then first = stream[i + 1][1] end
+    if stream[i] == 'last-generated-id' then last = stream[i + 1] end
+  end
+  local worker, beat = redis.call('HGETALL', gauges), false
+  for i = 1, #worker, 2 do
+    if worker[i] == 'heartbeat' then beat, worker[i + 1] = worker[i + 1], '0' end
+  end
+  return cjson.encode({
+    redis.call('TIME'), beat, first, last, redis.call('GET', held), redis.call('HMGET', counters, unpack(ARGV, 2)),
+    redis.call('GET', outdated), redis.call('TTL', outdated),
+    redis.call('XREVRANGE', dead, '+', '-', 'COUNT', ARGV[1]), worker, redis.call('GET', scored),
+    redis.call('ZRANGE', reported, -1, -1, 'WITHSCORES')[2] or false,
+    (redis.call('XREVRANGE', changes, '+', '-', 'COUNT', 1)[1] or { '0-0' })[1], redis.call('HLEN', scores),
+    redis.call('HLEN', acceptance),
+  })
 end
-local worker, beat = redis.call('HGETALL', KEYS[6]), false
-for i = 1, #worker, 2 do
-  if worker[i] == 'heartbeat' then beat, worker[i + 1] = worker[i + 1], '0' end
+if #KEYS == 11 then return { summary(unpack(KEYS)) } end
+local found = {}
+for i = 1, #KEYS, 11 do
+  local known, text = pcall(summary, unpack(KEYS, i, i + 10))
+  found[#found + 1] = known and text
 end
-return cjson.encode({
-  redis.call('TIME'), beat, first, last, redis.call('GET', KEYS[2]), redis.call('HMGET', KEYS[3], unpack(ARGV, 2)),
-  redis.call('GET', KEYS[4]), redis.call('TTL', KEYS[4]), redis.call('XREVRANGE', KEYS[5], '+', '-', 'COUNT', ARGV[1]),
-  worker, redis.call('GET', KEYS[7]),
-  redis.call('ZRANGE', KEYS[8], -1, -1, 'WITHSCORES')[2] or false,
-  (redis.call('XREVRANGE', KEYS[9], '+', '-', 'COUNT', 1)[1] or { '0-0' })[1], redis.call('HLEN', KEYS[10]),
-  redis.call('HLEN', KEYS[11]),
-})
+return found
 """
 
 
@@ -97,22 +108,29 @@ class SummaryText:
 
 async def summary_of(redis: Any, run: str) -> Summary:
     """Read it by an asyncio client."""
-    return summary_in(SummaryText.of(await redis.eval(*_question(run))))
+    (found,) = await redis.eval(*_question([run]))
+    return summary_in(SummaryText.of(found))
 
 
 async def answers_of(redis: Any, runs: Sequence[str]) -> dict[str, SummaryText]:
     """Of many runs, in one round trip (to each node of a cluster). A run whose keys are broken is left out."""
+    together = [[run] for run in runs] if isinstance(redis, RedisCluster) else [runs]  # a script has one slot's keys
     async with redis.pipeline(transaction=False) as pipe:
-        for run in runs:
-            pipe.eval(*_question(run))
-        found = zip(runs, await pipe.execute(raise_on_error=False), strict=True)
-    return {run: SummaryText.of(one) for run, one in found if not isinstance(one, Exception)}
+        for some in together:
+            pipe.eval(*_question(some))
+        answers = await pipe.execute(raise_on_error=False)
+    found: dict[str, SummaryText] = {}
+    for some, texts in zip(together, answers, strict=True):
+        if not isinstance(texts, Exception):
+            found |= {run: SummaryText.of(text) for run, text in zip(some, texts, strict=True) if text is not None}
+    return found
 
 
-def _question(run: str) -> tuple[Any, ...]:
-    of = Keys(run)
-    keys = [of.queue, of.held, of.counters, of.outdated, of.dead, of.worker, of.scored, of.reported]
-    keys += [of.changes, of.scores, of.acceptance]
+def _question(runs: Sequence[str]) -> tuple[Any, ...]:
+    keys: list[str] = []
+    for of in map(Keys, runs):
+        keys += [of.queue, of.held, of.counters, of.outdated, of.dead, of.worker, of.scored, of.reported]
+        keys += [of.changes, of.scores, of.acceptance]
     return _SUMMARY, len(keys), *keys, RECENT_BATCHES, *COUNTERS
 
 

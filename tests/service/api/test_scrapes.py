@@ -16,8 +16,9 @@ from helpers.worker.record_fixtures import acceptance, gauges, score
 from redis import Redis
 
 from service.api.context.context import ServiceContext
-from service.api.snapshot import read_parts
+from service.api.snapshot import facts_of, read_headlines, read_parts
 from service.monitor.events import Refused
+from service.monitor.headline import RunFacts
 from service.monitor.headroom import TRAINER_SILENT_SECONDS
 from service.monitor.live.watch import EVIDENCE_SECONDS
 from service.monitor.metrics import RunSnapshot, part_of, render
@@ -39,7 +40,7 @@ class Scraped:
         self.service, self.redis, self.url = service, redis_client, url
         self.store, self.queue, self.scored = Store(redis_client, "one"), RolloutQueue(redis_client, "one", 3_000), 0
         self.made: list[str] = []
-        self.sent = self.asked = 0
+        self.sent = self.asked = self.listed = 0
 
         def noted(run: str, snapshot: RunSnapshot) -> Any:
             self.made.append(run)
@@ -87,6 +88,14 @@ class Scraped:
                     parts, damaged = await read_parts(context, context.layout.run_names())
                     return render(parts, unreadable=list(damaged))
 
+                async def facts(context: ServiceContext, now: float) -> dict[str, RunFacts | str]:
+                    found, damaged = await read_headlines(context, context.layout.run_names())
+                    told: dict[str, RunFacts | str] = {run: str(error) for run, error in damaged.items()}
+                    for run, (snapshot, _) in found.items():
+                        same = replace(snapshot, now=now, api_began=None, redis_fill=None)
+                        told[run] = facts_of(same, self.service.settings)
+                    return told
+
                 async def compare() -> list[str]:
                     self.made.clear()
                     before = self.sent
@@ -94,6 +103,10 @@ class Scraped:
                     self.asked = self.sent - before
                     other = ServiceContext(self.service.settings, client)
                     assert found.splitlines() == (await look(other)).splitlines()
+                    now, before = time.time(), self.sent
+                    told = await facts(context, now)
+                    self.listed = self.sent - before
+                    assert told == await facts(other, now), "what headlines are made of"
                     other.close()
                     return made
 
@@ -148,7 +161,7 @@ def test_a_part_is_made_again_after_each_event_and_says_what_another_process_say
     async def work(compare: Callable[[], Awaitable[list[str]]]) -> None:
         assert await compare() == ["one", "other", "third"]
         assert await compare() == []
-        assert scraped.asked == 1, "once for all runs"
+        assert (scraped.asked, scraped.listed) == (1, 2), "once for all runs; and Redis' memory"
         for number, event in enumerate(events):
             event()
             assert await compare() == ["one"], number

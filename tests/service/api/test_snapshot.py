@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ import service.api.snapshot
 import service.monitor.headline
 from service.api.context.context import ServiceContext
 from service.api.snapshot import facts_of
-from service.monitor.headline import Headline, RunFacts
+from service.monitor.headline import RunFacts
 from service.settings import Settings
 from service.storage.history.events import History
 from service.storage.queue.keys import Keys
@@ -174,16 +174,17 @@ def test_a_run_whose_headline_fails_is_told_of_once_and_hides_no_other(
     monkeypatch: pytest.MonkeyPatch,
     bench: Bench,
 ) -> None:
-    real, looked = service.api.snapshot.read_headline, Counter[str]()
+    real, looked = service.api.snapshot.read_headlines, Counter[str]()
 
-    async def read(context: ServiceContext, run: str, memory: Memory | None) -> Headline:
-        looked[run] += 1
-        if run == "broken":
-            raise KeyError("nobody foresaw it") if looked[run] < 3 else TypeError("nor this")
-        return await real(context, run, memory)
+    async def read(context: ServiceContext, runs: Sequence[str]) -> Any:
+        found, damaged = await real(context, runs)
+        if found.pop("broken", None) is not None:
+            looked["broken"] += 1
+            damaged["broken"] = KeyError("nobody foresaw it") if looked["broken"] < 3 else TypeError("nor this")
+        return found, damaged
 
     monkeypatch.setattr(service.api.snapshot, "_WATCH_SECONDS", 0.05)
-    monkeypatch.setattr(service.api.snapshot, "read_headline", read)
+    monkeypatch.setattr(service.api.snapshot, "read_headlines", read)
     caplog.set_level(logging.INFO, logger="draftalign.api")
     api = serve()
     for run in ("broken", "sound"):

@@ -11,7 +11,7 @@ import threading
 import time
 import tracemalloc
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +29,8 @@ from redis import Redis
 from service.api.auth import _BEGIN_AT_ONCE, Throttle
 from service.api.context.context import ServiceContext
 from service.api.context.evidence import Evidence
-from service.api.snapshot import read_followed, read_headline, read_now
+from service.api.snapshot import read_followed, read_headlines, read_now
 from service.monitor.events import Refused
-from service.monitor.headline import Headline
 from service.monitor.live.engine import LiveRule
 from service.monitor.metrics import RunSnapshot
 from service.monitor.records import Return, RunState, ScoreRecord, written
@@ -43,7 +42,6 @@ from service.storage.drafters.versions import Manifest
 from service.storage.history.lines import Followed, LineFile
 from service.storage.layout import Layout
 from service.storage.queue.keys import Keys
-from service.storage.ready import Memory
 from service.storage.registry import Registry
 from service.storage.reports.store import AsyncStore
 from service.storage.reports.summary import summary_of
@@ -361,14 +359,14 @@ def test_many_who_list_the_runs_at_once_share_two_answers(
 ) -> None:
     """Each open page asks every few seconds, and a run takes milliseconds."""
     asked, wake = list[str](), threading.Event()
-    plain = read_headline
+    plain = read_headlines
 
-    async def slow(context: ServiceContext, run: str, memory: Memory | None) -> Headline:
-        asked.append(run)
+    async def slow(context: ServiceContext, runs: Sequence[str]) -> object:
+        asked.extend(runs)
         await asyncio.to_thread(wake.wait, 20)
-        return await plain(context, run, memory)
+        return await plain(context, runs)
 
-    monkeypatch.setattr("service.api.runs.read_headline", slow)
+    monkeypatch.setattr("service.api.runs.read_headlines", slow)
     arrived, share = list[object](), Shared.get
 
     async def counted(self: Shared, kind: Any, compute: Any) -> Any:
@@ -551,7 +549,11 @@ def test_many_who_wait_cost_one_look_and_all_learn_of_a_move(
     assert len(looks) <= 2
 
 
-def test_a_client_that_is_gone_is_not_waited_for(service: RunningService) -> None:
+@pytest.mark.parametrize("behind", ["", "GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_a_client_that_is_gone_is_not_waited_for(serve: Callable[..., RunningService], behind: str) -> None:
+    """Also where it has sent another request behind: uvicorn tells only the last one that it is gone."""
+    service = serve(long_poll_max_seconds=3600)
+    assert service.register().status_code == 201
     etag = service.publish().etag
     context: ServiceContext = service.server.config.app.state.context  # type: ignore[union-attr]
 
@@ -562,9 +564,8 @@ def test_a_client_that_is_gone_is_not_waited_for(service: RunningService) -> Non
             time.sleep(0.01)
 
     with socket.create_connection(("127.0.0.1", service.port)) as link:
-        link.sendall(
-            f"GET /drafter/latest?wait=50 HTTP/1.1\r\nHost: localhost\r\nIf-None-Match: {etag}\r\n\r\n".encode()
-        )
+        asked = f"GET /drafter/latest?wait=3600 HTTP/1.1\r\nHost: localhost\r\nIf-None-Match: {etag}\r\n\r\n"
+        link.sendall((asked + behind).encode())
         becomes(1)
     becomes(0)
 
@@ -589,6 +590,30 @@ def test_few_requests_begin_in_a_turn_so_that_a_probe_is_next() -> None:
     order = asyncio.run(main())
     assert order.index("probe") <= 3 * _BEGIN_AT_ONCE
     assert [name for name in order if name != "probe"] == [f"agent {n}" for n in range(500)], "first come, first served"
+
+
+def test_while_more_requests_come_few_begin_and_none_waits_for_ever() -> None:
+    """Uvloop accepts one connection in a turn: whoever is to be accepted next waits for all that begin before."""
+
+    async def main() -> tuple[list[int], list[int]]:
+        throttle, order, begun = Throttle(), list[int](), list[int]()
+
+        async def request(number: int) -> None:
+            await throttle.wait()
+            order.append(number)
+
+        tasks = []
+        for number in range(150):
+            tasks.append(asyncio.create_task(request(number)))
+            await asyncio.sleep(0)
+            begun.append(len(order))
+        await asyncio.gather(*tasks)
+        return order, begun
+
+    order, begun = asyncio.run(main())
+    assert begun[60] == 1, "the first, which found none at work"
+    assert begun[-1] == 1 + 2 * _BEGIN_AT_ONCE, "four after 64 turns each"
+    assert order == list(range(150)), "first come, first served"
 
 
 def test_a_point_is_json(redis_url: str, redis_client: Redis) -> None:

@@ -26,7 +26,7 @@ from redis.exceptions import ResponseError
 
 from service.api.context.context import ServiceContext
 from service.api.problems import Problem
-from service.api.snapshot import read_attempt, read_followed, read_headline, read_now, read_parts, run_text
+from service.api.snapshot import read_attempt, read_followed, read_headlines, read_now, read_parts, run_text
 from service.monitor.events import Moves, read_event
 from service.monitor.metrics import RunSnapshot, render
 from service.reading import quiet
@@ -186,7 +186,7 @@ def test_what_engines_have_of_a_cause_is_reckoned_beside_the_event_loop(
             for read in (read_followed, partial(read_attempt, attempt=1)):
                 await read(context, "default")
             await read_now(context, "default", await context.summary("default"))
-            await read_headline(context, "default", None)
+            await read_headlines(context, ["default"])
         finally:
             await client.aclose()
 

@@ -407,7 +407,7 @@ def commands(service: RunningService, redis_client: Redis) -> Iterator[list[tupl
         raise RedisError("not now")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot, "read_headline", away)
+        patch.setattr(snapshot, "read_headlines", away)
         patch.setattr(connection, "pack_command", pack)
         yield sent
 
