@@ -216,9 +216,7 @@ def student_quantile(probability: float, degrees: float) -> float:
     )
 
 
-def replay_rounds(
-    conditional: npt.NDArray[np.floating], segments: Segments, *, weighted: bool = False
-) -> Replay:
+def replay_rounds(conditional: npt.NDArray[np.floating], segments: Segments, *, weighted: bool = False) -> Replay:
     """Expected rounds of each rollout, given the probability that each draft of each possible round is accepted.
 
     `conditional` [N, K]: row i, column j = probability that the j-th draft of a round whose first draft is token i of
@@ -263,7 +261,9 @@ def _scaled(found: Replay, emitted: Floats) -> Replay:
     """The rounds that emit `found.tokens`, where those of `found` emit `emitted`: no more than K + 1 each."""
     emitted = np.minimum(emitted, (found.depth + 1) * found.rounds)
     scale = np.divide(found.tokens, emitted, out=np.ones_like(emitted), where=emitted > 0)
-    return Replay(found.tokens, found.rounds * scale, *(one * scale[:, None] for one in (found.accepted, found.reached)))
+    return Replay(
+        found.tokens, found.rounds * scale, *(one * scale[:, None] for one in (found.accepted, found.reached))
+    )
 
 
 def _blocks(segments: Segments, depth: int) -> Iterator[Ints]:
@@ -285,7 +285,7 @@ def _blocks(segments: Segments, depth: int) -> Iterator[Ints]:
 def _padded(
     conditional: npt.NDArray[np.floating], offsets: Ints, lengths: Ints
 ) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """Acceptances [S, n, K], 0 past the ends of segments; whether a round may emit more than j tokens there, [S, n, K+1].
+    """Acceptances [S, n, K], 0 past the ends of segments; whether a round has j more tokens there, [S, n, K+1].
 
     Past the end nothing is read: a round that gets there emits its last token there, whichever way.
     """
