@@ -18,8 +18,10 @@ from torch import Tensor
 
 import drafter.policy
 from drafter.batch import RolloutBatch
-from drafter.policy import TargetHead
+from drafter.policy import Policy, TargetHead
+from drafter.training.ranks import ALONE
 from service.settings import Settings
+from service.worker.scoring import ScoreOrder, score_shared
 
 VOCAB, HIDDEN, ROLLOUTS, TOKENS = 1000, 64, 8, 65
 TRUNCATIONS = ((1.0, 0), (0.95, 0), (0.7, 0), (0.3, 0), (1.0, 50), (1.0, 5), (0.9, 20))  # top_p, top_k
@@ -192,3 +194,16 @@ def test_where_the_law_is_not_known_nothing_is_weighed(sampling: dict[str, float
     head, batch, _ = drawn(3, 3.0, 0.0, 0.0, 1.0, (1.0, 0))
     other = replace(batch, **sampling)  # type: ignore[arg-type]
     assert head.weighed(other).log_weights is None
+
+
+@pytest.mark.parametrize(("scale", "others"), [(1.0, False), (1.003, False), (1.05, True), (0.93, True)])
+def test_what_others_drew_is_weighed_when_it_is_scored(scale: float, *, others: bool) -> None:
+    head, batch, _ = drawn(3, 3.0, 0.0, 0.0, 1.0, (1.0, 0))
+    now = TargetHead(head.lm_head * scale)
+    late = now.normalise(replace(batch, normalised=False))
+    order = ScoreOrder(range(late.rollouts), 0, 3, "probabilistic", LIMIT_NATS, None)
+    found = score_shared(ALONE, {}, Policy(0, torch.zeros(VOCAB, HIDDEN), now), late, order)
+    assert found.gap is not None
+    assert (found.gap > 0.02) == others
+    for one in (found.batch, found.part):
+        assert (one.log_weights is not None) == others
