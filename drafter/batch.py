@@ -74,6 +74,7 @@ class RolloutBatch:
     normalised: bool = True  # False: the sender never held the whole head, and `logsumexp` is all NaN
     aux_scale: Tensor | None = None  # f32[T, A] that fp8 `aux_hidden` is multiplied by; None: it is not fp8
     last_scale: Tensor | None = None  # f32[rows of last_hidden, 1], as `aux_scale`
+    log_weights: Tensor | None = None  # f32[T], log of a token's probability over that by which it was drawn; None: 0
     aux_rows: Tensor | None = None  # int64[T], the row of aux_hidden and aux_scale of each token; None: one each
 
     def __post_init__(self) -> None:
@@ -104,8 +105,8 @@ class RolloutBatch:
 
     def _tensors(self) -> dict[str, Tensor]:
         """What every selection, packing and copy takes along: rows of tokens, and of `last_hidden`."""
-        names = (*_PER_TOKEN, *(scale for scale in _SCALES.values() if getattr(self, scale) is not None))
-        return {name: getattr(self, name) for name in names}
+        some = (name for name in (*_SCALES.values(), "log_weights") if getattr(self, name) is not None)
+        return {name: getattr(self, name) for name in (*_PER_TOKEN, *some)}
 
     def _shares(self, name: str) -> bool:
         """Whether tokens may share a row of this tensor."""

@@ -22,6 +22,8 @@ from drafter.errors import DrafterError, TargetHeadError
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.wire import LogitMap
 
+#: A token's weight is at most 10: one log-probability that makes no sense must not outweigh all other tokens.
+_MOST_LOG_WEIGHT = math.log(10.0)
 #: Rows of the head, and tokens, that are multiplied at once: several ranks share such pieces out.
 _HEAD_ROWS = 4096
 _TOKENS_AT_ONCE = 1024
@@ -120,6 +122,17 @@ class TargetHead:
         rest[rows] = False
         found = found.masked_fill(rest, 1.0)  # any finite number: nobody reads it
         return replace(batch, logsumexp=found, normalised=True)
+
+    def weighed(self, batch: RolloutBatch, fill: Fill = fill_alone) -> RolloutBatch:
+        """The batch with the weights of its tokens: this policy's probability over the sampler's, at most 10.
+
+        Older weights drew them, as in asynchronous RL. Where that law is not known (greedy or truncated sampling, or a
+        head without the token's row) nothing is weighed.
+        """
+        if batch.warped or batch.temperature == 0:
+            return batch
+        weights = self.token_logprobs(batch, batch.loss_mask, fill) - batch.logprobs
+        return replace(batch, log_weights=weights.nan_to_num(nan=0.0).clamp(max=_MOST_LOG_WEIGHT))
 
     def logprob_gap(
         self, batch: RolloutBatch, limit: float = 0.0, *, fill: Fill = fill_alone, seed: int | None = None

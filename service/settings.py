@@ -176,7 +176,9 @@ class Settings(BaseSettings):
     )
 
     max_policy_lag: int | None = Field(
-        None, ge=0, description="Skip batches that are more than this many policy versions older than the newest."
+        None,
+        ge=0,
+        description="Skip batches whose forward is more than this many policy versions before the newest one's.",
     )
     depth: int = Field(4, ge=1, le=16, description="Draft depth K of the engines: tokens drafted per round.")
     drafting: Literal["probabilistic", "greedy"] = Field(

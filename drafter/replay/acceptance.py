@@ -210,7 +210,7 @@ def student_quantile(probability: float, degrees: float) -> float:
     )
 
 
-def replay_rounds(conditional: npt.NDArray[np.floating], segments: Segments) -> Replay:
+def replay_rounds(conditional: npt.NDArray[np.floating], segments: Segments, *, weighted: bool = False) -> Replay:
     """Expected rounds of each rollout, given the probability that each draft of each possible round is accepted.
 
     `conditional` [N, K]: row i, column j = probability that the j-th draft of a round whose first draft is token i of
@@ -221,24 +221,43 @@ def replay_rounds(conditional: npt.NDArray[np.floating], segments: Segments) -> 
             for j in 0..K-1:  R[s+j+1] += R[s]·survived·(1 - c[s,j]);  survived *= c[s,j]
             R[s+K+1] += R[s]·survived
         rounds = R[0] + ... + R[n-1]
+
+    `weighted`: c is a probability times its token's weight, because another law drew the token (`replay`). Such a c may
+    exceed 1, and counts as 1 in R. By the weights the rounds of R would emit other tokens in mean than the text has,
+    E = Σ_s R[s]·(1 + c[s,0] + c[s,0]·c[s,1] + ...) within the segment. So they are multiplied by tokens / E.
     """
     N = int(segments.tokens.sum())
     if conditional.ndim != 2 or conditional.shape[0] != N:
         raise ValueError(f"expected acceptances [{N}, K], one row per token emitted by a round: {conditional.shape}")
     K = int(conditional.shape[1])
     result = Replay(*(np.zeros(segments.rollouts) for _ in range(2)), *(np.zeros((segments.rollouts, K)) for _ in "ar"))
+    emitted = np.zeros(segments.rollouts)
+    likely = conditional.clip(max=1.0) if weighted else conditional
     for block in _blocks(segments, K):
-        lengths = segments.tokens[block]
+        offsets, lengths = segments.offsets[:-1][block], segments.tokens[block]
         rollout = segments.rollout[block]
-        ends, inside = _end_law(conditional, segments.offsets[:-1][block], lengths)
+        ends, inside = _end_law(likely, offsets, lengths)
         begun = _rounds_begun(ends)
         np.add.at(result.tokens, rollout, lengths)
         np.add.at(result.rounds, rollout, begun.sum(axis=1))
         # A round accepts its first j drafts exactly when it emits more than j tokens.
         survived = ends[:, :, ::-1].cumsum(axis=2)[:, :, ::-1]  # [S, n, K+1] by j
+        if weighted:
+            c, within = _padded(conditional, offsets, lengths)
+            survived = _survived(c)
+            np.add.at(emitted, rollout, np.einsum("sn,snk->s", begun, survived * within))
         np.add.at(result.accepted, rollout, np.einsum("sn,snk->sk", begun, survived[:, :, 1:] * inside))
         np.add.at(result.reached, rollout, np.einsum("sn,snk->sk", begun, survived[:, :, :-1] * inside))
-    return result
+    return _scaled(result, emitted) if weighted else result
+
+
+def _scaled(found: Replay, emitted: Floats) -> Replay:
+    """The rounds that emit `found.tokens`, where those of `found` emit `emitted`: no more than K + 1 each."""
+    emitted = np.minimum(emitted, (found.depth + 1) * found.rounds)
+    scale = np.divide(found.tokens, emitted, out=np.ones_like(emitted), where=emitted > 0)
+    return Replay(
+        found.tokens, found.rounds * scale, *(one * scale[:, None] for one in (found.accepted, found.reached))
+    )
 
 
 def _blocks(segments: Segments, depth: int) -> Iterator[Ints]:
@@ -257,6 +276,25 @@ def _blocks(segments: Segments, depth: int) -> Iterator[Ints]:
         begin = end
 
 
+def _padded(
+    conditional: npt.NDArray[np.floating], offsets: Ints, lengths: Ints
+) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """Acceptances [S, n, K], 0 past the ends of segments; whether a round has j more tokens there, [S, n, K+1].
+
+    Past the end nothing is read: a round that gets there emits its last token there, whichever way.
+    """
+    K = conditional.shape[1]
+    position = np.arange(int(lengths.max()))
+    within = position[:, None] + np.arange(K + 1) < lengths[:, None, None]
+    rows = np.where(within[:, :, 0], offsets[:, None] + position, 0)
+    return np.where(within[:, :, :-1], np.asarray(conditional[rows], dtype=np.float64), 0.0), within
+
+
+def _survived(c: Floats) -> Floats:
+    """Probability that the first j drafts of a round are accepted: [S, n, K+1] by j."""
+    return np.concatenate((np.ones((*c.shape[:2], 1)), np.cumprod(c, axis=2)), axis=2)
+
+
 def _end_law(
     conditional: npt.NDArray[np.floating], offsets: Ints, lengths: Ints
 ) -> tuple[Floats, npt.NDArray[np.bool_]]:
@@ -265,20 +303,12 @@ def _end_law(
     Rows past the end of a segment are zero: no round begins there. Also says which drafts lie within their segment
     (inside [S, n, K]).
     """
-    K = conditional.shape[1]
-    position = np.arange(int(lengths.max()))
-    real = position < lengths[:, None]  # [S, n]
-    rows = np.where(real, offsets[:, None] + position, 0)
-    c = np.asarray(conditional[rows], dtype=np.float64)  # [S, n, K]
-    inside = real[:, :, None] & (position[:, None] + np.arange(K) < lengths[:, None, None])
-    if not np.all((c >= 0) & (c <= 1), where=inside):
+    c, within = _padded(conditional, offsets, lengths)
+    if not np.all((c >= 0) & (c <= 1)):
         raise ValueError("acceptance probabilities must lie in [0, 1]: the drafter or the log-probabilities hold NaN")
-    # Past the end nothing is read: a round that gets there emits its last token there, whichever way.
-    c = np.where(inside, c, 0.0)
-    survived = np.concatenate((np.ones((*real.shape, 1)), np.cumprod(c, axis=2)), axis=2)
-    ends = survived.copy()
-    ends[:, :, :K] *= 1.0 - c
-    return ends * real[:, :, None], inside
+    ends = _survived(c)
+    ends[:, :, :-1] *= 1.0 - c
+    return ends * within[:, :, :1], within[:, :, :-1]
 
 
 def _rounds_begun(ends: Floats) -> Floats:

@@ -5,6 +5,11 @@ Given the token x that was emitted, draft step j of a round that began at row t 
     probabilistic drafts    min(1, q[t,j](x) / p(x))        p(x) from the log-probability that the trainer logged
     greedy drafts           1 if x = argmax q[t,j] else 0   also whenever the target was greedy (temperature 0)
 
+Of asynchronous rollouts older weights drew x than the features are of: with s, the law that x was drawn from, that
+probability is multiplied by the weight p(x) / s(x) (`TargetHead.weighed`), so that its mean is that of the features'
+policy, for which engines draft now: Σ_x s(x)·min(1, q(x) / p(x))·p(x) / s(x) = Σ_x min(p(x), q(x)). Both together are
+min(p(x), q(x)) / s(x), which needs no p where p = s. Without weights a drafter that fits the older policy looks better.
+
 The true path is exactly the path that accepted drafts have, so the training unroll gives every q that live decoding
 would have computed. Tokens outside the draft vocabulary have q = 0. Valid for chains; `logprobs` must be of the
 distribution that tokens were drawn from (temperature, top-p and top-k applied). The drafter's logits
@@ -96,7 +101,8 @@ def conditional_acceptance(
 
     def accepted(unrolled: Unrolled, batch: RolloutBatch, pre: Tensor, emitted: Tensor) -> Tensor:
         draft_id, log_p = to_draft[batch.input_ids[emitted]], batch.logprobs[emitted]
-        return _acceptance(drafter, unrolled, pre, draft_id, log_p, greedy, batch.divisor)
+        log_weight = torch.zeros_like(log_p) if batch.log_weights is None else batch.log_weights[emitted]
+        return _acceptance(drafter, unrolled, pre, draft_id, log_p, log_weight, greedy, batch.divisor)
 
     return along_the_text(drafter, batch, policy, segments, depth, accepted)
 
@@ -112,7 +118,7 @@ def _replay_group(drafter: DraftModel, batch: RolloutBatch, policy: Policy, dept
     acceptance = conditional_acceptance(drafter, batch, policy, segments, depth=depth, greedy=greedy)
     if not bool(torch.isfinite(acceptance).all()):
         raise BatchRejected("replay gives NaN: features or log-probabilities of this batch, or the drafter, are broken")
-    return replay_rounds(acceptance.cpu().numpy(), segments)
+    return replay_rounds(acceptance.cpu().numpy(), segments, weighted=batch.log_weights is not None)
 
 
 def _acceptance(
@@ -121,10 +127,14 @@ def _acceptance(
     pre: Tensor,
     draft_id: Tensor,
     log_p: Tensor,
+    log_weight: Tensor,
     greedy: bool,
     divisor: float,
 ) -> Tensor:
-    """Conditional acceptance [n] of the emitted tokens, from `pre` [n, H]; draft_id is -1 outside the vocabulary."""
+    """Conditional acceptance [n] of the emitted tokens, from `pre` [n, H]; draft_id is -1 outside the vocabulary.
+
+    `log_p` and `log_weight`: of the sampler, and of the policy over the sampler.
+    """
     weights = unrolled.weights
     chunk = max(1, _LOGITS_ELEMENTS // weights.lm_head.shape[0])
     parts = [log_p.new_zeros(0)]
@@ -136,8 +146,9 @@ def _acceptance(
         if greedy:
             # A NaN must not pass for a wrong guess.
             right = (logits.argmax(dim=1) == draft_id[part]).float() + 0.0 * logits.amax(dim=1)
+            right *= log_weight[part].exp()
         else:
             log_q = logits.gather(1, draft_id[part].clamp(min=0)[:, None])[:, 0] - logits.logsumexp(dim=1)
-            right = (log_q - log_p[part]).clamp(max=0.0).exp()
+            right = torch.minimum(log_q - log_p[part], log_weight[part]).exp()
         parts.append(torch.where(known, right, torch.zeros_like(right)))
     return torch.cat(parts)

@@ -41,6 +41,8 @@ _GAP = (
     "the final norm, a stale head, a wrong temperature, a shifted mask or tokens of a much older policy; compare "
     "logprobs[t] with last_hidden[t-1] @ lm_head"
 )
+#: Mean gap of log-probabilities, in nats, from which on other weights than the features' drew the tokens.
+_GAP_OF_OTHERS = 0.02
 #: Of each prompt's rollouts one in four stands for all, but two at least.
 _SIBLINGS_FOR_ONE, _FEWEST_SIBLINGS = 4, 2
 #: Where there are many prompts, they are put into this number of shares, and a record tells what each share had.
@@ -136,7 +138,7 @@ def score_shared(
 def _checked(
     ranks: Ranks, policy: Policy, batch: RolloutBatch, limit: float, seed: int
 ) -> tuple[RolloutBatch, float | None]:
-    """The batch with its normalisers, and how far its log-probabilities are off."""
+    """The batch with its normalisers, weighed if others drew it, and how far its log-probabilities are off."""
     try:
         if ranks.world > 1:  # else it was screened when it was loaded
             screen(batch, ranks.fill)
@@ -145,6 +147,8 @@ def _checked(
         gap, checked = head.logprob_gap(batch, limit, fill=ranks.fill, seed=seed)
         if checked and not gap <= limit:
             raise BatchRejected(_GAP.format(gap=gap, limit=limit))
+        if checked and gap > _GAP_OF_OTHERS:
+            batch = head.weighed(batch, ranks.fill)
     except DrafterError as error:  # of what all ranks have alike
         raise ranks.agreed(error)  # noqa: B904 - it is this error
     return batch, gap if checked else None

@@ -18,8 +18,10 @@ from torch import Tensor
 
 import drafter.policy
 from drafter.batch import RolloutBatch
-from drafter.policy import TargetHead
+from drafter.policy import Policy, TargetHead
+from drafter.training.ranks import ALONE
 from service.settings import Settings
+from service.worker.scoring import ScoreOrder, score_shared
 
 VOCAB, HIDDEN, ROLLOUTS, TOKENS = 1000, 64, 8, 65
 TRUNCATIONS = ((1.0, 0), (0.95, 0), (0.7, 0), (0.3, 0), (1.0, 50), (1.0, 5), (0.9, 20))  # top_p, top_k
@@ -169,3 +171,39 @@ def test_a_sender_that_is_honest_on_some_tokens_only_does_not_know_which_are_loo
 def test_a_head_two_per_cent_off_is_found_where_the_policy_is_sharp() -> None:
     head, batch, _ = drawn(0, 8.0, 0.02, 0.0, 1.0, (0.9, 20))
     assert head.logprob_gap(batch)[0] > LIMIT_NATS
+
+
+def test_a_token_is_weighed_by_what_the_head_gives_it_over_what_it_was_drawn_with() -> None:
+    head, batch, _ = drawn(3, 3.0, 0.0, 0.0, 0.8, (1.0, 0))
+    newer = TargetHead(head.lm_head * 1.05)
+    late = newer.normalise(replace(batch, normalised=False))
+    weighed = newer.weighed(late)
+    assert weighed.log_weights is not None
+    expected = (newer.token_logprobs(late) - late.logprobs)[late.loss_mask].clamp(max=math.log(10.0))
+    torch.testing.assert_close(weighed.log_weights[late.loss_mask], expected)
+    assert not weighed.log_weights[~late.loss_mask].any()
+    assert float(weighed.log_weights[late.loss_mask].double().exp().mean()) == pytest.approx(1.0, abs=0.05)
+    assert weighed.select([2, 0]).log_weights is not None, "a part of a batch is weighed as well"
+    low = newer.weighed(replace(late, logprobs=late.logprobs - 50.0)).log_weights
+    assert low is not None
+    assert float(low.max()) == pytest.approx(math.log(10.0)), "one senseless log-probability outweighs no others"
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.0}])
+def test_where_the_law_is_not_known_nothing_is_weighed(sampling: dict[str, float]) -> None:
+    head, batch, _ = drawn(3, 3.0, 0.0, 0.0, 1.0, (1.0, 0))
+    other = replace(batch, **sampling)  # type: ignore[arg-type]
+    assert head.weighed(other).log_weights is None
+
+
+@pytest.mark.parametrize(("scale", "others"), [(1.0, False), (1.003, False), (1.05, True), (0.93, True)])
+def test_what_others_drew_is_weighed_when_it_is_scored(scale: float, *, others: bool) -> None:
+    head, batch, _ = drawn(3, 3.0, 0.0, 0.0, 1.0, (1.0, 0))
+    now = TargetHead(head.lm_head * scale)
+    late = now.normalise(replace(batch, normalised=False))
+    order = ScoreOrder(range(late.rollouts), 0, 3, "probabilistic", LIMIT_NATS, None)
+    found = score_shared(ALONE, {}, Policy(0, torch.zeros(VOCAB, HIDDEN), now), late, order)
+    assert found.gap is not None
+    assert (found.gap > 0.02) == others
+    for one in (found.batch, found.part):
+        assert (one.log_weights is not None) == others

@@ -258,6 +258,46 @@ def test_an_impossible_probability_is_refused(bad: float) -> None:
         replay_rounds(c, segments_of([4]))
 
 
+@pytest.mark.parametrize(("tokens", "depth"), [(40, 1), (40, 3), (200, 4), (1, 2)])
+def test_weighted_rounds_are_those_of_the_law_that_the_weights_are_of(tokens: int, depth: int) -> None:
+    """Each token is drawn by `older`, whatever came before it. Then by `newer` a draft is kept with one probability."""
+    rng = np.random.default_rng([tokens, depth])
+    older, newer, other = (np.array(law) for law in ([0.5, 0.3, 0.1, 0.1], [0.3, 0.3, 0.3, 0.1], [0.1, 0.1, 0.1, 0.7]))
+    segments = segments_of([tokens] * (60_000 // tokens))
+    said = rng.choice(4, int(segments.tokens.sum()) + depth, p=older)
+    places = np.arange(said.size - depth)[:, None] + np.arange(depth)  # of the tokens that a round drafts
+    alpha: dict[str, tuple[float, float]] = {}
+    for fits, q in (("older", 0.8 * older + 0.2 * other), ("newer", 0.8 * newer + 0.2 * other)):
+        exact = replay_rounds(np.full((tokens, depth), np.minimum(newer, q).sum()), segments_of([tokens]))
+        found = replay_rounds((np.minimum(newer, q) / older)[said[places]], segments, weighted=True)
+        assert found.alpha == pytest.approx(exact.alpha, rel=0.03)
+        share = found.position_acceptance - exact.position_acceptance
+        assert np.all(np.abs(share) < 0.03)
+        blind = replay_rounds(np.minimum(q / older, 1.0)[said[places]], segments)
+        alpha[fits] = found.alpha, blind.alpha
+    if tokens > 1:
+        assert alpha["newer"][0] > 1.05 * alpha["older"][0], "the drafter of the newer law is the better one"
+        assert alpha["newer"][1] < alpha["older"][1], "and seems the worse one without weights"
+
+
+def test_weights_of_one_change_nothing() -> None:
+    c = np.random.default_rng(4).random((30, 3))
+    plain, weighted = (replay_rounds(c, segments_of([10, 0, 20]), weighted=one) for one in (False, True))
+    for name in ("tokens", "rounds", "accepted", "reached"):
+        np.testing.assert_allclose(getattr(weighted, name), getattr(plain, name), rtol=1e-12)
+
+
+def test_no_weights_make_a_round_emit_more_than_depth_plus_one_tokens() -> None:
+    replay = replay_rounds(np.full((12, 3), 10.0), segments_of([12]), weighted=True)
+    assert replay.alpha == 4.0
+
+
+@pytest.mark.parametrize("bad", [np.nan, -0.1])
+def test_an_impossible_weighted_probability_is_refused(bad: float) -> None:
+    with pytest.raises(ValueError, match="must lie in"):
+        replay_rounds(np.full((4, 2), bad), segments_of([4]), weighted=True)
+
+
 def test_acceptances_must_match_the_segments() -> None:
     with pytest.raises(ValueError, match="one row per token"):
         replay_rounds(np.ones((3, 2)), segments_of([4]))

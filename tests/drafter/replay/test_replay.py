@@ -271,3 +271,25 @@ def test_scoring_in_bfloat16_as_on_cuda_stays_near_float32(monkeypatch: pytest.M
     rounded = replay(w.drafter, w.batch, w.policy, depth=3)
     assert rounded.alpha != exact.alpha
     assert rounded.alpha == pytest.approx(exact.alpha, rel=0.02)
+
+
+def test_a_token_of_another_law_counts_by_its_weight(plain: RolloutBatch, drafters: dict[str, Eagle3Drafter]) -> None:
+    """By hand: min(1, q / p) * p / s is min(q / s, p / s), with s the law that drew the token."""
+    segments = find_segments(plain.loss_mask.numpy(), plain.cu_seqlens.numpy())
+
+    def of(log_weight: float | None, *, greedy: bool = False) -> Any:
+        weights = None if log_weight is None else torch.full((plain.tokens,), log_weight)
+        batch = replace(plain, log_weights=weights)
+        return conditional_acceptance(drafters["trained"], batch, POLICY, segments, depth=DEPTH, greedy=greedy)
+
+    over = of(9.0)  # q / s itself, up to e^9
+    assert float(over.max()) > 1.5, "else nothing is cut"
+    for log_weight in (-0.5, 0.0, 0.4):
+        torch.testing.assert_close(of(log_weight), over.clamp(max=math.exp(log_weight)))
+        torch.testing.assert_close(of(log_weight, greedy=True), of(None, greedy=True) * math.exp(log_weight))
+    torch.testing.assert_close(of(None), of(0.0))
+    half = replace(plain, log_weights=torch.full((plain.tokens,), -0.7))
+    assert (
+        replay(drafters["trained"], half, POLICY, depth=DEPTH).alpha
+        < replay(drafters["trained"], plain, POLICY, depth=DEPTH).alpha
+    ), "and the replay knows of it"

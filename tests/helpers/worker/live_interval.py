@@ -41,9 +41,9 @@ def replay_live(level: float, *given: Any, **named: Any) -> tuple[Replay, tuple[
     """`replay`, and the interval of α counted live on the same rollouts."""
     variances = []
 
-    def noted(conditional: npt.NDArray[np.floating], segments: Segments) -> Replay:
+    def noted(conditional: npt.NDArray[np.floating], segments: Segments, *, weighted: bool) -> Replay:
         variances.append(float(rounds_variance(conditional, segments).sum()))
-        return replay_rounds(conditional, segments)
+        return replay_rounds(conditional, segments, weighted=weighted)
 
     with mock.patch.object(module, "replay_rounds", noted):
         found = module.replay(*given, **named)

@@ -161,6 +161,13 @@ def test_the_newest_batch_stays_however_large(tmp_path: Path) -> None:
     assert memory.files(memory.spool) == []
 
 
+def test_weights_are_not_kept(memory: Memory) -> None:
+    """Replays read them. In training, batches with and without would not be packed together. Other ranks have none."""
+    plain = memory.add("a").batch
+    weighed = replace(plain, log_weights=torch.zeros(plain.tokens))
+    assert memory.recent.add(memory.spool / "a.safetensors", weighed).batch.log_weights is None
+
+
 def test_a_redelivered_batch_is_kept_once(memory: Memory) -> None:
     memory.add("a")
     memory.add("b")
