@@ -10,7 +10,7 @@ Rules:
 * The best drafter and the publication lag come only from batches that all drafters were scored on, those with `frozen`.
   Other batches have other prompts, and fewer drafters to choose the best from.
 * Confidence half-widths appear where the records carry second moments (`DrafterSums`): the linearised ratio
-  estimator, clustered by rollout, Var α = n/(n-1) · Σ(t - αr)² / (Σr)², whose parts add up over records.
+  estimator, by Student's t, whose parts add up over records. Answers of one prompt are alike (`_sibling_effect`).
 """
 
 from __future__ import annotations
