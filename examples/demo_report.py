@@ -106,6 +106,7 @@ def _part_reach(point: Mapping[str, Any], rollouts: int) -> float | None:
 
     A mean of n out of N differs from that of all by (1 - n/N) of its own variance (Cochran 1977, Sampling Techniques,
     2.6).
+    The service's interval is by prompt, and the part has answers of each prompt, so this is too wide if anything.
     """
     half, replayed = point.get("alpha_served_half_width"), point.get("rollouts_replayed")
     if half is None or not replayed or not rollouts:

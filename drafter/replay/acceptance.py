@@ -146,12 +146,11 @@ class Replay:
     def interval(self, level: float = 0.95, groups: Ints | None = None) -> tuple[float, float]:
         """Two-sided interval of α over rollouts drawn from the same source: (low, high), nan with fewer than two.
 
-        Delta method on the logarithm of the ratio of sums, clustered by rollout, or by `groups` [R] where several
-        rollouts answer one prompt. Cut to 1..K+1, where α lies.
+        `ratio_interval`, clustered by rollout, or by `groups` [R] where several rollouts answer one prompt. Cut to
+        1..K+1, where α lies.
         """
-        ratio = log_ratio(self.tokens, self.rounds, groups)
-        reach = ratio.reach(0.5 + level / 2)
-        low, high = np.exp([ratio.centre - reach, ratio.centre + reach]).clip(1.0, self.depth + 1.0).tolist()
+        found = ratio_interval(self.tokens, self.rounds, groups, level)
+        low, high = np.array(found).clip(1.0, self.depth + 1.0).tolist()
         return low, high
 
 
@@ -175,12 +174,7 @@ def log_ratio(numerator: Floats, denominator: Floats, groups: Ints | None = None
     A cluster with share w of the sums pulls the estimate towards itself, so its deviation is divided by 1 - w (HC2).
     `groups` names the cluster of each entry. Clusters where both are zero carry nothing and are not counted.
     """
-    if groups is not None:
-        _, index = np.unique(groups, return_inverse=True)
-        numerator = np.bincount(index, weights=numerator).astype(np.float64)
-        denominator = np.bincount(index, weights=denominator).astype(np.float64)
-    kept = (numerator != 0) | (denominator != 0)
-    a, b = numerator[kept], denominator[kept]
+    a, b = _clustered(numerator, denominator, groups)
     total_a, total_b = float(a.sum()), float(b.sum())
     if not (total_a > 0 and total_b > 0 and math.isfinite(total_a) and math.isfinite(total_b)):
         return LogRatio(math.nan, math.nan, int(a.size), math.nan)
@@ -191,6 +185,64 @@ def log_ratio(numerator: Floats, denominator: Floats, groups: Ints | None = None
     if a.size >= 2:
         error = math.sqrt(float((np.square(share_a - share_b) / (1.0 - weight).clip(min=1e-12)).sum()))
     return LogRatio(math.log(total_a / total_b), error, int(a.size), effective)
+
+
+def ratio_interval(
+    numerator: Floats, denominator: Floats, groups: Ints | None = None, level: float = 0.95
+) -> tuple[float, float]:
+    """Two-sided interval of sum a / sum b, for people; nan with fewer than two clusters. At each end the wider of two.
+
+    Of few clusters both know what `LogRatio.reach` does not. Student's t has the jackknife's error (deviations divided
+    by 1 - w) and Satterthwaite's degrees of freedom, which are few where clusters weigh unlike (Bell and McCaffrey
+    2002). Hall's transformation (1992) knows the skewness: long, hard prompts are rare, and a sample has too few.
+    """
+    a, b = _clustered(numerator, denominator, groups)
+    ratio = log_ratio(a, b)
+    if math.isnan(ratio.centre) or math.isnan(ratio.error):
+        return math.nan, math.nan
+    share_a, share_b = a / a.sum(), b / b.sum()
+    weight = (share_a + share_b) / 2
+    kept = (1.0 - weight).clip(min=1e-12)
+    off = (share_a - share_b) / kept
+    error = math.sqrt(float(np.square(off).sum()))
+    if error == 0.0:
+        return math.exp(ratio.centre), math.exp(ratio.centre)
+    probability = 0.5 + level / 2
+    t, z = student_quantile(probability, _degrees(weight, kept)), NormalDist().inv_cdf(probability)
+    skewness = float((off**3).sum()) / error**3  # of the mean
+    below, above = max(t, _hall(z, skewness)), max(t, -_hall(-z, skewness))
+    return math.exp(ratio.centre - below * error), math.exp(ratio.centre + above * error)
+
+
+def _degrees(weight: Floats, kept: Floats) -> float:
+    """Satterthwaite's degrees of freedom of the jackknife's variance; clusters' deviations are as large as they weigh.
+
+    tr(M)² / tr(M²) of M[i, j] = g[i]·g[j]·(δ[i, j] - w[i] - w[j] + Σ w²), without the matrix.
+    """
+    g2, squares = np.square(weight / kept), float(np.square(weight).sum())
+    own = g2 * (1.0 - 2.0 * weight + squares)
+    first, second, third = (float((g2 * weight**power).sum()) for power in range(3))
+    pairs = squares**2 * first**2 - 4.0 * squares * first * second + 2.0 * first * third + 2.0 * second**2
+    pairs -= float(np.square(g2 * (squares - 2.0 * weight)).sum())
+    return max(1.0, float(own.sum()) ** 2 / (float(np.square(own).sum()) + pairs))
+
+
+def _hall(deviate: float, skewness: float) -> float:
+    """The value of a studentised mean with that skewness that is as unlikely as a normal `deviate`."""
+    if abs(skewness) < 1e-4:
+        return deviate
+    inner = 1.0 + skewness * (deviate - skewness / 6.0)
+    return 3.0 / skewness * (math.copysign(abs(inner) ** (1 / 3), inner) - 1.0)
+
+
+def _clustered(numerator: Floats, denominator: Floats, groups: Ints | None) -> tuple[Floats, Floats]:
+    """Sums by cluster, of those that carry something."""
+    if groups is not None:
+        _, index = np.unique(groups, return_inverse=True)
+        numerator = np.bincount(index, weights=numerator).astype(np.float64)
+        denominator = np.bincount(index, weights=denominator).astype(np.float64)
+    kept = (numerator != 0) | (denominator != 0)
+    return numerator[kept], denominator[kept]
 
 
 def student_quantile(probability: float, degrees: float) -> float:

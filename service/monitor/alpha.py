@@ -10,7 +10,7 @@ Rules:
 * The best drafter and the publication lag come only from batches that all drafters were scored on, those with `frozen`.
   Other batches have other prompts, and fewer drafters to choose the best from.
 * Confidence half-widths appear where the records carry second moments (`DrafterSums`): the linearised ratio
-  estimator, clustered by rollout, Var α = n/(n-1) · Σ(t - αr)² / (Σr)², whose parts add up over records.
+  estimator, by Student's t, whose parts add up over records. Answers of one prompt are alike (`_sibling_effect`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ from pydantic import ConfigDict
 
 from service.monitor.counts import LiveAlpha, by_method, live_sums
 from service.monitor.events import RunEvent
-from service.monitor.records import DRAFTERS, Z_95, AcceptanceRecord, Arrival, DrafterSums, Return, ScoreRecord
+from service.monitor.records import (
+    DRAFTERS,
+    AcceptanceRecord,
+    Arrival,
+    DrafterSums,
+    Return,
+    ScoreRecord,
+    student_95,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +99,7 @@ def _ratio_error(scores: Sequence[ScoreRecord], drafter: str) -> float | None:
     shares = [(a / served_total, b / other_total) for a, b in clusters.values()]
     degrees = max(1.0, 1.0 / math.fsum(((a + b) / 2) ** 2 for a, b in shares) - 1.0)
     variance = math.fsum((a - b) ** 2 / max(1.0 - (a + b) / 2, 1e-9) for a, b in shares)
-    return math.sqrt(variance) * _student(degrees)
+    return math.sqrt(variance) * student_95(degrees)
 
 
 def _scored(record: ScoreRecord, drafter: str) -> tuple[DrafterSums | None, Mapping[str, tuple[float, float]]]:
@@ -101,14 +109,6 @@ def _scored(record: ScoreRecord, drafter: str) -> tuple[DrafterSums | None, Mapp
     version = {"served": record.drafter_version or "", "frozen": oldest}.get(drafter, drafter)
     sums = record.sums(drafter) if drafter in DRAFTERS else _by_name(record).get(drafter)
     return sums, prompts.get(version, {})
-
-
-def _student(degrees: float) -> float:
-    """The 97.5 % quantile of Student's t by the Cornish-Fisher expansion: within 0.5 % from 4 degrees on, 3 % at 2."""
-    z = Z_95
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / degrees + second / degrees**2 + third / degrees**3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,9 +344,11 @@ def pool_point(policy: int, scores: Sequence[ScoreRecord], acceptances: Sequence
     best, sums = _best(with_all), {drafter: _pool(scores, drafter) for drafter in DRAFTERS}
     sums["best"] = None if best is None else best[1]
     alphas: dict[str, Any] = {}
+    effect = _sibling_effect(scores)
     for drafter, found in sums.items():
         alphas[f"alpha_{drafter}"] = None if found is None else found.alpha
-        alphas[f"alpha_{drafter}_half_width"] = None if found is None else found.half_width
+        width = None if found is None or effect is None else found.half_width
+        alphas[f"alpha_{drafter}_half_width"] = None if width is None or effect is None else width * effect
     compared, served = _pool(with_all, "served"), sums["served"]
     served_most = _heaviest((r.drafter_version, _tokens(r, "served")) for r in scores)
     return Point(
@@ -368,6 +370,23 @@ def pool_point(policy: int, scores: Sequence[ScoreRecord], acceptances: Sequence
         trained_tokens_total=_highest(r.trained_tokens_total for r in scores),
         **alphas,
     )
+
+
+def _sibling_effect(scores: Sequence[ScoreRecord]) -> float | None:
+    """How many times wider an interval of α is by prompt than by rollout: answers of one prompt are alike.
+
+    That of the served drafter: the others' sums are by rollout only. None: all is of one prompt. 1: nobody knows.
+    """
+    each = [(record.sums("served"), one.sums) for record in scores for one in record.replayed or ()
+            if one.version == record.drafter_version]  # fmt: skip
+    pairs = [(by_rollout, by_prompt) for by_rollout, by_prompt in each if by_rollout is not None]
+    if not pairs:
+        return 1.0
+    by_rollout, by_prompt = (sum(column, DrafterSums(0.0, 0.0)) for column in zip(*pairs, strict=True))
+    apart, together = by_rollout.half_width, by_prompt.half_width
+    if together is None:
+        return None
+    return max(1.0, together / apart) if apart else 1.0
 
 
 def _pool(scores: Iterable[ScoreRecord], drafter: str) -> DrafterSums | None:

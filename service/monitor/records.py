@@ -83,13 +83,25 @@ class DrafterSums:
 
     @property
     def half_width(self) -> float | None:
-        """Half of the 95 % confidence interval of `alpha`, clustered by rollout; None below two rollouts."""
-        if self.rollouts < 2:
+        """Half of the 95 % interval of `alpha`, clustered as the sums are, by Student's t; None of fewer than two.
+
+        Degrees of freedom: those of as many clusters of equal size as would weigh the same (Kish), less one.
+        """
+        if self.rollouts < 2 or self.tokens <= 0:
             return None
-        alpha = self.alpha
-        residual = self.tokens_squared - 2 * alpha * self.tokens_rounds + alpha * alpha * self.rounds_squared
-        variance = self.rollouts / (self.rollouts - 1) * max(residual, 0.0) / (self.rounds * self.rounds)
-        return Z_95 * math.sqrt(variance)
+        squares = self.tokens_squared / self.tokens**2 + 2 * self.tokens_rounds / (self.tokens * self.rounds)
+        share = max((squares + self.rounds_squared / self.rounds**2) / 4, 1 / self.rollouts)
+        share = min(share, 1 - 1e-9)
+        error = math.sqrt(max(self.off_squared, 0.0)) / self.rounds / (1 - share)
+        return student_95(max(1.0, 1 / share - 1)) * error
+
+
+def student_95(degrees: float) -> float:
+    """The 97.5 % quantile of Student's t by the Cornish-Fisher expansion: within 0.5 % from 4 degrees on, 3 % at 2."""
+    z = Z_95
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / degrees + second / degrees**2 + third / degrees**3
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import median_low
 from typing import Final, Protocol
 
@@ -121,21 +122,24 @@ class RecentTicks:
         rows = [row for row in self.rows if row.tick > since]
         if not rows or min(min(row.expected, row.level) for row in rows) <= 0:
             return None
+        if starts:
+            rows = rows[_began([(row.expected - row.alpha) / sd for row in rows]) :]
         _, shift, shift_variance = max(starts, default=(since, rows[0].shift, rows[0].shift_variance))
-        n = len(rows)
-        alpha, expected = _mean([r.alpha for r in rows]), _mean([r.expected for r in rows])
-        shifts = [r.shift for r in rows]
-        moved = Estimate(_mean(shifts) - shift, max(0.0, rows[-1].shift_variance - shift_variance))
+        n, last = len(rows), rows[-1]
+        moved = Estimate(last.shift - shift, max(0.0, last.shift_variance - shift_variance))
         if owed.value < min(moved.value, 0.0):
             moved = owed
-        without = max(alpha - moved.value, alpha / 10)  # α had the version stayed
+        # α in all of these ticks, with the version of now and had the version stayed. Some came before a new version.
+        alpha = _mean([r.alpha - r.shift + last.shift for r in rows])
+        expected = _mean([r.expected for r in rows])
+        without = max(alpha - moved.value, alpha / 10)
         drafter_variance = moved.variance / without**2
         noise = (sd / expected) ** 2 * (1 / n + uncertainty)
         mixes = [math.log(r.expected / r.level) for r in rows]
         pairs = [(r.entropy or 0.0, r.entropy_expected or 0.0) for r in rows]
         entropies = [math.log(now / usual) for now, usual in pairs if now > 0 and usual > 0]
         held = Estimate(math.log(without / expected), noise + drafter_variance)
-        usual, origin = [one for lane in alarms for one in self.usual.get(lane, [])], _mean(shifts) - moved.value
+        usual, origin = [one for lane in alarms for one in self.usual.get(lane, [])], last.shift - moved.value
         return Change(
             alarm=bool(alarms),
             rollouts=n * rollouts_per_tick,
@@ -173,6 +177,16 @@ class RecentTicks:
             parts.append(Estimate(share * _log_change(as_now, origin), (share * error) ** 2 / len(as_now)))
         told = (p for p in parts if held.value - p.value < -_SURE * math.sqrt(held.variance + p.variance))
         return Resampled(before, now, next(told, held))
+
+
+def _began(losses: Sequence[float]) -> int:
+    """Where a fall most probably began among a CUSUM's ticks: the change point of most likelihood, for a step.
+
+    A CUSUM begins some ticks before the fall, while these happen to be low. Counted with it they would dilute it.
+    """
+    sums = list(accumulate(reversed(losses)))
+    best = max(range(len(sums)), key=lambda at: max(sums[at], 0.0) ** 2 / (at + 1))
+    return len(sums) - 1 - best
 
 
 def _log_change(rows: Sequence[Row], origin: float) -> float:

@@ -44,6 +44,9 @@ _CORRECTED_TICKS: Final = 32
 _ROUNDING: Final = 1e-6
 #: A paired difference within this many standard errors of 0 may be chance.
 _CHANCE_SD: Final = 2.0
+#: From so many standard errors on a loss is told in full. Of a lesser one `_CHANCE_SD` are taken off, and the standard
+#: error counts so many times: its interval reaches from what was measured to above 0.
+_SURE_SD, _DOUBT = 4.0, 2.0
 #: Number of versions whose differences are remembered; sd of a difference of log α before any is known; the least sd.
 _DIFFERENCES_KEPT: Final = 32
 _DIFFERENCE_BEFOREHAND: Final = 0.02
@@ -166,7 +169,7 @@ class DriftMonitor:
             [name for name, statistic in self.state.statistics.items() if statistic > self._limits[name]],
             sd=sd,
             uncertainty=self.state.levels.uncertainty(),
-            owed=Estimate(self.state.levels.owed, self.state.levels.owed_variance),
+            owed=Estimate(self.state.levels.owed + self.state.levels.forgiven, self.state.levels.owed_variance),
             # Greedy answers of a kind are of it (`service.worker.scoring`).
             several_strata=len({f" {name}".removesuffix(" greedy").strip() for name in self.state.levels.names}) > 1,
             rollouts_per_tick=self.config.rollouts_per_tick,
@@ -210,10 +213,15 @@ class DriftMonitor:
         old = state.baseline
         wanted = min(old + counted - made_up, ceiling) - old
         state.levels.move(wanted, 0.0 if variance == 0 else variance / sd**2 if sd else math.inf)
-        moved = state.baseline - old
+        moved, forgiven = state.baseline - old, state.levels.forgiven
         state.offset += moved
-        state.evidence.shift += paired_difference - moved
-        state.levels.owe(paired_difference - moved, variance)
+        worse = counted > paired_difference
+        # Among many versions some seem to have lost two standard errors. What that forgives is told of a surer one.
+        sure = worse and -paired_difference >= _SURE_SD * math.sqrt(variance)
+        told_variance = variance * (1.0 if sure or not worse else _DOUBT**2)
+        state.levels.owe(paired_difference - moved, told_variance)
+        state.levels.forgive(moved if sure else 0.0)
+        state.evidence.shift += paired_difference - moved + state.levels.forgiven - forgiven
         # The tick being filled was scored with the old drafter.
         state.pending = [(stratum, alpha + paired_difference, entropy) for stratum, alpha, entropy in state.pending]
         if lost > 0:
@@ -224,7 +232,7 @@ class DriftMonitor:
             state.spreads, state.rise = self._spreads(), Rise()
             state.levels.owe(math.inf)
         else:
-            state.evidence.shift_variance += variance
+            state.evidence.shift_variance += told_variance
             state.levels.undo = Undo(before, decided)
 
     def correct(self, paired_difference: float, variance: float) -> bool:
@@ -342,7 +350,7 @@ class DriftMonitor:
                 counted = min(loss / sd, _LARGEST_LOSS_SD)
                 statistic = max(0.0, state.statistics[lane.name] + counted - lane.k)
                 state.statistics[lane.name] = min(statistic, limit + _MOST_ABOVE_LIMIT_SD)
-        self._explain(mix, told, alpha, expected, level)
+        self._explain(mix, told, alpha, expected - levels.forgiven, level - levels.forgiven)
         self._learn(parts, value, uncertainty)
         if sd is not None:
             self._follow_rise(alpha - expected, sd)

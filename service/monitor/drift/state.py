@@ -82,6 +82,7 @@ class Levels:
     doubted: bool = False  # a rebase has added an error, which is being learnt
     owed: float = 0.0  # what versions that were proven worse cost, at most 0; not learnt, or the level would fall too
     owed_variance: float = 0.0  # of that
+    forgiven: float = 0.0  # by how much what may be chance in those losses has lowered the levels, at most 0
     undo: Undo | None = None  # of the last rebase, while it may be corrected
 
     @property
@@ -133,6 +134,12 @@ class Levels:
             return
         self.owed = min(0.0, self.owed + by)
         self.owed_variance = self.owed_variance + variance if self.owed < 0 else 0.0
+        if self.owed == 0:
+            self.forgiven = 0.0
+
+    def forgive(self, by: float) -> None:
+        """Count by how much a version that was proven worse has lowered the levels all the same."""
+        self.forgiven += by
 
     def move(self, by: float, variance: float) -> None:
         """Move all levels by one number, whose error has this variance.

@@ -8,6 +8,7 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ from helpers.worker import record_fixtures
 from helpers.worker.whole_fixtures import alpha_series
 from pydantic_core import to_jsonable_python
 
-from service.monitor.alpha import _student, attempts
+from service.monitor.alpha import attempts
 from service.monitor.events import RunEvent
-from service.monitor.records import DrafterSums, Return
+from service.monitor.records import DrafterSums, Return, student_95
 
 
 def score(policy_version: int, **more: Any) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def test_sums_are_pooled_before_they_are_divided() -> None:
 
 @pytest.mark.parametrize(("degrees", "quantile"), [(2, 4.303), (4, 2.776), (7, 2.365), (30, 2.042)])
 def test_intervals_are_by_students_t(degrees: float, quantile: float) -> None:
-    assert _student(degrees) == pytest.approx(quantile, rel=0.04)
+    assert student_95(degrees) == pytest.approx(quantile, rel=0.04)
 
 
 def test_what_has_no_data_is_null_and_never_zero() -> None:
@@ -194,6 +195,29 @@ def test_half_widths_pool_over_batches_and_cover_the_truth() -> None:
     assert statistics.mean(widths) == pytest.approx(1.96 * statistics.stdev(estimates), rel=0.12)
     covered = sum(abs(e - 3.0) < w for e, w in zip(estimates, widths, strict=True)) / 300
     assert 0.90 < covered < 0.985
+
+
+def test_siblings_do_not_make_alpha_seem_surer_than_its_prompts_are() -> None:
+    """Four answers a prompt, which are alike. By rollout the interval of 8 prompts held α in half of the cases."""
+    rng = random.Random(12)
+
+    def interval() -> tuple[float, float, float]:
+        prompts = [rng.gauss(3.0, 0.4) for _ in range(8)]
+        rounds = [[rng.randint(60, 100) for _ in range(4)] for _ in prompts]
+        tokens = [[n * rng.gauss(of, 0.1) for n in own] for of, own in zip(prompts, rounds, strict=True)]
+        by_prompt = DrafterSums.of(map(sum, tokens), map(sum, rounds))
+        by_rollout = DrafterSums.of(itertools.chain(*tokens), itertools.chain(*rounds))
+        replayed = [{"version": "v000001-aaaaaaaa", "sums": asdict(by_prompt)}]
+        [point] = points([score(1, served=by_rollout, candidate=by_rollout, replayed=replayed)])
+        return point["alpha_served"], point["alpha_served_half_width"], point["alpha_candidate_half_width"]
+
+    found = [interval() for _ in range(300)]
+    assert all(served == candidate for _, served, candidate in found), "the same counts, and so the same prompts"
+    assert 0.91 < sum(abs(alpha - 3.0) < width for alpha, width, _ in found) / 300 < 0.985
+    one = DrafterSums.of([400.0], [100.0])
+    alone = [{"version": "v000001-aaaaaaaa", "sums": asdict(one)}]
+    [point] = points([score(1, served=DrafterSums.of([190, 210], [50, 50]), replayed=alone)])
+    assert point["alpha_served_half_width"] is None, "answers of one prompt say nothing about others"
 
 
 def test_rollouts_without_a_round_leave_the_sums_alone() -> None:

@@ -240,13 +240,68 @@ def test_without_an_alarm_the_change_is_that_of_the_last_16_ticks() -> None:
     change = change_of(remembered(*rows))
     assert change is not None
     assert (change.alarm, change.rollouts) == (False, 16 * 64)
-    assert change.drafter.value == pytest.approx(math.log(2.0 / (2.0 + 0.3 * 11 / 16)))
-    assert change.drafter.variance == pytest.approx(0.003 / (2.0 + 0.3 * 11 / 16) ** 2)
+    now = 2.0 - 0.3 * 5 / 16  # α of these ticks, with the last version in all of them
+    assert change.drafter.value == pytest.approx(math.log(now / (now + 0.3)))
+    assert change.drafter.variance == pytest.approx(0.003 / (now + 0.3) ** 2)
     first, second = change_of(remembered(*rows[8:9])), change_of(remembered(*rows[12:14]))
     assert first is not None
     assert second is not None
     assert first.drafter == Estimate(0.0, 0.0), "there is nothing before it to compare with"
-    assert second.drafter.value == pytest.approx(math.log(2.0 / 2.15))
+    assert second.drafter.value == pytest.approx(math.log(1.85 / 2.15))
+
+
+def _fallen(seed: int, *, policy: float = 1.0, version: float = 1.0) -> Change | None:
+    """What the monitor says four ticks after its first alarm: α is 3 and falls after 80 ticks, which vary by 2 %."""
+    rng, monitor, left, error = np.random.default_rng([41, seed]), DriftMonitor(config()), 4, 0.004
+    for tick in range(400):
+        if tick == 80 and version != 1:
+            monitor.rebase(rng.normal(3 * (version - 1), 3 * error), (3 * error) ** 2, decided=False)
+        reading = monitor.tick(3 * (policy * version if tick >= 80 else 1.0) * (1 + rng.normal(0, 0.02)))
+        left -= tick >= 80 and (reading.alarm or left < 4)
+        if left < 0:
+            return monitor.change()
+    return None
+
+
+@pytest.mark.parametrize(("part", "factor"), [("drafter", 0.95), ("drafter", 0.9), ("policy", 0.93), ("policy", 0.9)])
+def test_the_interval_of_a_part_holds_the_truth_nineteen_times_in_twenty(part: str, factor: float) -> None:
+    """Ticks before the fall diluted the policy's part, and two standard errors were taken off each version's."""
+    found = [_fallen(seed, **{"version" if part == "drafter" else part: factor}) for seed in range(120)]
+    terms = [cause_of(change).terms[part] for change in found if change is not None]
+    assert len(terms) > 110
+    assert np.mean([term.low <= math.log(factor) <= term.high for term in terms]) > 0.9
+    assert np.mean([term.value for term in terms]) == pytest.approx(math.log(factor), rel=0.06)
+
+
+def test_a_loss_that_many_versions_luck_explains_is_in_the_interval_and_so_is_none() -> None:
+    """One of forty equal versions seems to have lost two standard errors."""
+    monitor = DriftMonitor(config())
+    for tick in range(60):
+        monitor.tick(3.0 + 0.02 * (-1) ** tick)
+    monitor.rebase(-0.15, 0.05**2, decided=False)
+    monitor.tick(2.9)
+    change = monitor.change()
+    assert change is not None
+    assert change.drafter.low < math.log(2.85 / 3.0) < change.drafter.value < 0.0 < change.drafter.high
+
+
+def test_a_version_that_makes_up_for_a_loss_leaves_none_of_it() -> None:
+    monitor = DriftMonitor(config())
+    for tick in range(60):
+        monitor.tick(3.0 + 0.02 * (-1) ** tick)
+    monitor.rebase(-0.3, 0.02**2, decided=False)
+    for _ in range(30):
+        monitor.tick(2.7)
+    lost = monitor.change()
+    assert lost is not None
+    assert lost.drafter.value == pytest.approx(math.log(2.7 / 3.0), abs=0.002)
+    monitor.rebase(0.3, 0.02**2, decided=False)
+    for _ in range(20):
+        monitor.tick(3.0)
+    assert monitor.state.levels.owed == monitor.state.levels.forgiven == 0.0
+    mended = monitor.change()
+    assert mended is not None
+    assert (mended.drafter.value, mended.held.value) == pytest.approx((0.0, 0.0), abs=0.002)
 
 
 def test_there_is_no_change_to_take_apart_before_a_tick_and_where_a_level_has_no_logarithm() -> None:

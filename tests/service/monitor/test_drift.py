@@ -488,7 +488,10 @@ def test_a_version_moves_the_baseline_by_what_is_not_made_up_for_nor_proven_wors
     assert state.recent == state.shown == pytest.approx(before - lost + difference), "in the new version's units"
     assert state.pending[0][1] == pytest.approx(3.0 + difference)
     assert state.offset == pytest.approx(0.1 + moved), "a publish is no wander"
-    assert state.evidence.shift == pytest.approx(0.2 + difference - moved), "the rest is the version's doing"
+    sure = not decided and difference <= -4 * math.sqrt(variance)
+    told = difference if sure else difference - moved
+    assert state.evidence.shift == pytest.approx(0.2 + told), "the rest is the version's doing, all of a sure loss"
+    assert state.levels.forgiven == pytest.approx(moved if sure else 0.0)
     assert state.evidence.shift_variance == pytest.approx(0.3 + variance)
     assert state.levels.owed == pytest.approx(min(0.0, -0.05 + difference - moved)), "a loss is not learnt as the level"
     assert state.levels.uncertainty() == pytest.approx(unsure + variance / sd**2)
