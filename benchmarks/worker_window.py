@@ -32,7 +32,6 @@ import torch
 import benchmarks.step_peers
 import service.worker.claim
 import service.worker.inbox
-import service.worker.learner
 import service.worker.scoring
 from benchmarks.step_peers import AUX, Size
 from benchmarks.worker_run import WorkerRun
@@ -42,8 +41,10 @@ from drafter.policy import TargetHead
 from drafter.training.trainer import DrafterTrainer
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.sending.features import score_rows
-from service.monitor.controller import Action, Decision
+from service.monitor.controller import Action, Controller, Decision
 from service.worker.checkpoint import WorkerCheckpoint
+from service.worker.journal import Journal
+from service.worker.promotion.judge import Judge
 
 #: `demo` is the demonstration's drafter.
 SIZES = benchmarks.step_peers.SIZES | {"demo": Size(64, 192, 4, 2, 32, 64, 64)}
@@ -74,7 +75,7 @@ def main() -> int:
         for number, kind in enumerate(kinds):
             run.post(_batch(number, size, head, options, g))
             if kind == "idle":
-                service.worker.learner.Controller.decide = _idle  # type: ignore[method-assign,assignment]
+                Controller.decide = _idle  # type: ignore[method-assign]
             profiled = options.profile is not None and number == options.batches
             with _profile(options.profile) if profiled else _nothing() as found:
                 spent = meter.of(run.worker.cycle)
@@ -103,11 +104,11 @@ _STAGES: dict[str, tuple[Any, str]] = {
     "prompt lookup": (service.worker.scoring, "_ngram_shared"),
     "lossless": (service.worker.scoring, "_favour"),
     "score record": (service.worker.claim, "score"),
-    "judge": (service.worker.learner.Judge, "judge"),
+    "judge": (Judge, "judge"),
     "prepare windows": (DrafterTrainer, "prepare"),
     "train": (DrafterTrainer, "step"),
     "optimizer": (DrafterTrainer, "_update"),
-    "record": (service.worker.learner.Journal, "record"),
+    "record": (Journal, "record"),
     "checkpoint": (WorkerCheckpoint, "save"),
     "acknowledge": (service.worker.inbox.Inbox, "commit"),
 }
