@@ -3,10 +3,14 @@
 torch hands float32 products on a CPU to MKL, which leaves AVX-512 unused on processors that are not Intel's: oneDNN's
 kernels run at twice the rate there (measured: 224 against 100 GFLOP/s on one core of an AMD EPYC), in the same
 arithmetic, float32 throughout. Everything else (other types, other devices, small products) goes to torch.
+
+oneDNN compiles code for each shape. It and the layer between it and torch (ideep) keep 1,024 each, some 0.6 MiB
+a shape: with many lengths about 1 GiB. Nearly every window has shapes of its own, so few are kept here.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -16,6 +20,10 @@ from torch.autograd.function import once_differentiable
 
 #: Multiplications below which the longer way to oneDNN costs more than its kernel saves.
 _LEAST_WORK = 1 << 20
+
+# Both are read at the first product. Not 0: ideep crashes then.
+for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_cache, "64")
 
 
 def _find() -> Any:

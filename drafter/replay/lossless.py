@@ -42,6 +42,7 @@ from drafter.policy import Policy, TargetHead
 _TOKENS = 8192
 _TOKENS_AT_ONCE = 2048
 _LOGITS_ELEMENTS = 1 << 24
+_LOGITS_ELEMENTS_ON_CPU = 1 << 20  # nearer its caches
 #: A token's weight at most: one log-probability that makes no sense must not outweigh all other tokens.
 _MOST_WEIGHT = 10.0
 
@@ -93,7 +94,7 @@ def _excess(drafter: DraftModel, batch: RolloutBatch, policy: Policy, policy_hea
     proposed = drafter.vocabulary.to_draft.to(device)[batch.input_ids[rows + 2]]  # [U], -1 outside the vocabulary
     rows, pre, proposed = rows[proposed >= 0], pre[proposed >= 0], proposed[proposed >= 0]
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    chunk = max(1, _LOGITS_ELEMENTS // len(head))
+    chunk = max(1, (_LOGITS_ELEMENTS if device.type == "cuda" else _LOGITS_ELEMENTS_ON_CPU) // len(head))
     for begin in range(0, len(rows), chunk):
         part = slice(begin, begin + chunk)
         normed = rms_norm(pre[part], unrolled.weights.norm, drafter.config.rms_norm_eps)

@@ -42,8 +42,9 @@ Judge = Callable[[Unrolled, RolloutBatch, Tensor, Tensor], Tensor]
 
 #: Tokens whose features are on the device at once.
 TOKENS_AT_ONCE = 65_536
-#: Logits held at once, in elements: 128 MiB of float32.
+#: Logits held at once, in elements: 128 MiB of float32, on a CPU 16 MiB, whose pages are not new to each chunk.
 _LOGITS_ELEMENTS = 1 << 25
+_LOGITS_ELEMENTS_ON_CPU = 1 << 22
 
 
 def replay(
@@ -136,12 +137,13 @@ def _acceptance(
     `log_p` and `log_weight`: of the sampler, and of the policy over the sampler.
     """
     weights = unrolled.weights
-    chunk = max(1, _LOGITS_ELEMENTS // weights.lm_head.shape[0])
+    elements = _LOGITS_ELEMENTS if pre.is_cuda else _LOGITS_ELEMENTS_ON_CPU
+    chunk = max(1, elements // weights.lm_head.shape[0])
     parts = [log_p.new_zeros(0)]
     for begin in range(0, pre.shape[0], chunk):
         part = slice(begin, begin + chunk)
         normed = rms_norm(pre[part], weights.norm, drafter.config.rms_norm_eps)
-        logits = times_wide(normed, weights.lm_head).float() / divisor
+        logits = times_wide(normed, weights.lm_head).float().div_(divisor)
         known = draft_id[part] >= 0
         if greedy:
             # A NaN must not pass for a wrong guess.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,3 +57,29 @@ def test_other_types_stay_what_they_are(dtype: torch.dtype) -> None:
 def test_the_same_product_twice_is_the_same_to_the_bit() -> None:
     x, weight = _drawn(N, K), _drawn(M, K)
     assert torch.equal(times(x, weight), times(x.clone(), weight.clone()))
+
+
+_MANY_SHAPES = """
+import torch
+from pathlib import Path
+from drafter.model.matmul import times
+
+def resident():
+    return int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]) // 1024
+
+weight, rows = torch.randn(64, 64), torch.randn(2_000, 64)
+for n in range(300, 400):
+    times(rows[:n], weight)
+before = resident()
+for n in range(400, 900):
+    times(rows[:n], weight)
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads resident memory from /proc")
+def test_products_of_many_shapes_keep_little_memory() -> None:
+    """300 MiB where oneDNN and ideep each keep what they made for 1,024 shapes."""
+    own = {name: value for name, value in os.environ.items() if not name.endswith("_CACHE_CAPACITY")}
+    grown = subprocess.run([sys.executable, "-c", _MANY_SHAPES], env=own, check=True, capture_output=True, text=True)
+    assert int(grown.stdout) < 100, f"{grown.stdout} MiB"

@@ -28,7 +28,7 @@ from examples.reference.decode import generate
 def test_the_sums_are_those_of_their_definition(
     shape: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lossless, "_LOGITS_ELEMENTS", 30)  # several chunks
+    monkeypatch.setattr(lossless, "_LOGITS_ELEMENTS_ON_CPU", 30)  # several chunks
     w = world(SHAPES[shape], temperature=temperature)
     exact, noise = w.batch.logprobs, torch.randn(w.batch.tokens, generator=torch.Generator().manual_seed(0))
     batch = replace(w.batch, logprobs=exact - noise.double())  # other weights drew the tokens

@@ -150,7 +150,7 @@ def test_chunks_of_logits_do_not_change_the_result(
     plain: RolloutBatch, drafters: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = replay(drafters["trained"], plain, POLICY, depth=DEPTH)
-    monkeypatch.setattr("drafter.replay.replay._LOGITS_ELEMENTS", 1000)
+    monkeypatch.setattr("drafter.replay.replay._LOGITS_ELEMENTS_ON_CPU", 1000)
     np.testing.assert_allclose(replay(drafters["trained"], plain, POLICY, depth=DEPTH).rounds, whole.rounds, rtol=1e-5)
 
 
