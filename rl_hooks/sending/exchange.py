@@ -172,13 +172,12 @@ def bearer(token: str | None) -> dict[str, str]:
             held = os.read(descriptor, _MAX_TOKEN_FILE_BYTES + 1)
         finally:
             os.close(descriptor)
-        if len(held) > _MAX_TOKEN_FILE_BYTES:
-            raise ValueError(f"it holds more than {_MAX_TOKEN_FILE_BYTES} bytes; expected a token alone")
         found = clean_token(held.decode("latin-1"), named)
     except (OSError, ValueError) as error:
         raise ReplyError(f"{named} cannot be used, so nothing is asked: {error}") from error
-    if found is None:
-        raise ReplyError(f"{named} is empty; expected a token")
+    if found is None or len(held) > _MAX_TOKEN_FILE_BYTES:
+        fault = "is empty" if found is None else f"holds more than {_MAX_TOKEN_FILE_BYTES} bytes"
+        raise ReplyError(f"{named} {fault}; expected a token")
     return {"Authorization": f"Bearer {found}"}
 
 
