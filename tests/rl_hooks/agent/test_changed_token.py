@@ -65,5 +65,5 @@ def test_an_agent_whose_token_is_gone_waits_and_ends_when_it_is_told_to(
         eventually(lambda: engine.version and service.reports)
         told.unlink()
         before = failed("report")
-        engine.play(10, 5)
+        engine.play(10, 2)
         eventually(lambda: failed("report") > before)  # so there is a report to make at the end, too
