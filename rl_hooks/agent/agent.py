@@ -50,7 +50,7 @@ from rl_hooks.format.release import (
     parse_manifest,
 )
 from rl_hooks.sending.delivery import NO_SUCH_RUN
-from rl_hooks.sending.exchange import Origin, bearer, clean_token, trusted
+from rl_hooks.sending.exchange import Origin, ReplyError, bearer, clean_token, trusted
 
 log = logging.getLogger("draftalign.agent")
 
@@ -426,7 +426,10 @@ def _service(config: AgentConfig) -> dict[str, Any]:
     """What a client of the service needs besides."""
 
     def signed_in(request: httpx.Request) -> httpx.Request:
-        request.headers.update(bearer(config.token))
+        try:
+            request.headers.update(bearer(config.token))
+        except ReplyError as error:  # an OSError would be taken for the cache's disk, or end the agent's last report
+            raise AgentError(str(error)) from error
         return request
 
     return {"base_url": config.service_url, "auth": signed_in}

@@ -168,10 +168,12 @@ class ServiceClient:
     def _send(self, method: str, path: str, headers: Mapping[str, str], parts: Parts) -> Reply:
         """Ask the service. Raises ReplyError for a 2xx of something else, such as a proxy: nothing took the file.
 
-        The service's own has its number, which a proxy may remove, or names the run, or where to put the file.
+        The service's own has its number, which a proxy may remove, or names our run. A 201 to a direct upload has taken
+        nothing yet, whoever says it.
         """
         reply = self.service.ask(method, path, headers, parts, timeout_seconds=self.timeout_seconds)
-        ours = wire.API_HEADER.lower() in reply.headers or {"run", "upload"} & reply.fields.keys()
+        ours = wire.API_HEADER.lower() in reply.headers or reply.fields.get("run") == self.service.run
+        ours |= reply.status == 201 and path.startswith("/rollouts/direct?")
         if 200 <= reply.status < 300 and (reply.document is None or not ours):
             raise ReplyError(
                 f"expected the service's JSON, got {reply.status} with {reply.body[:60]!r}, which is a proxy's, maybe"

@@ -28,6 +28,7 @@ CONTINUE_SECONDS: Final = 1.0
 SLICE_BYTES: Final = 4 << 20
 _MAX_REPLY_BYTES: Final = 64 << 10
 _MAX_INTERIM: Final = 8
+_MAX_TOKEN_FILE_BYTES: Final = 4096
 
 
 class ReplyError(OSError):
@@ -165,11 +166,18 @@ def bearer(token: str | None) -> dict[str, str]:
         return {} if token is None else {"Authorization": f"Bearer {token}"}
     named = f"the file {token[1:]} that DRAFTALIGN_TOKEN names"
     try:
-        found = clean_token(at_home(token[1:]).read_text("latin-1"), named)
+        # The agent's loop waits for this, so it never waits itself: for somebody to write into a FIFO.
+        descriptor = os.open(at_home(token[1:]), os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            held = os.read(descriptor, _MAX_TOKEN_FILE_BYTES + 1)
+        finally:
+            os.close(descriptor)
+        found = clean_token(held.decode("latin-1"), named)
     except (OSError, ValueError) as error:
         raise ReplyError(f"{named} cannot be used, so nothing is asked: {error}") from error
-    if found is None:
-        raise ReplyError(f"{named} is empty; expected a token")
+    if found is None or len(held) > _MAX_TOKEN_FILE_BYTES:
+        fault = "is empty" if found is None else f"holds more than {_MAX_TOKEN_FILE_BYTES} bytes"
+        raise ReplyError(f"{named} {fault}; expected a token")
     return {"Authorization": f"Bearer {found}"}
 
 

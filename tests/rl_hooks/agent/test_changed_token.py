@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.engine.agent_fixtures import Engine, drafter_bytes, drafter_config, eventually, start_agent
+from helpers.engine.agent_fixtures import Engine, Service, drafter_bytes, drafter_config, eventually, start_agent
 from helpers.service.access_fixtures import TokenFile
 from helpers.service.service_fixtures import RunningService, rollout_file
 
@@ -48,3 +48,22 @@ def test_a_token_that_is_taken_back_and_changed_in_a_file_costs_no_rollouts_and_
     assert caplog.text.count("was answered 401: this token is not known") == 1
     assert not any(secret in caplog.text for secret in tokens.secrets.values())
     sender.close(1.0)
+
+
+def test_an_agent_whose_token_is_gone_waits_and_ends_when_it_is_told_to(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    told = tmp_path / "token"
+    with start_agent(service.url, engine, cache=tmp_path / "cache", token=f"@{told}") as agent:
+
+        def failed(peer: str) -> float:
+            return float(agent.metrics.errors.labels(peer, "AgentError")._value.get())
+
+        service.publish(1)
+        eventually(lambda: failed("service"))
+        told.write_text("s3cret")
+        eventually(lambda: engine.version and service.reports)
+        told.unlink()
+        before = failed("report")
+        engine.play(10, 2)
+        eventually(lambda: failed("report") > before)  # so there is a report to make at the end, too

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from helpers.ports import free_port
@@ -135,7 +136,9 @@ def test_nothing_ends_for_good_where_the_run_may_be_registered(statuses: tuple[i
         sender.close()
 
 
-@pytest.mark.parametrize("page", ["<!doctype html><html>", {"status": "ok"}, [], {}], ids=str)
+@pytest.mark.parametrize(
+    "page", ["<!doctype html><html>", {"status": "ok"}, [], {"run": "another"}, {"upload": "done"}], ids=str
+)
 def test_what_something_else_answers_with_200_takes_nothing(page: object, caplog: pytest.LogCaptureFixture) -> None:
     """A proxy's maintenance page, or another service. What does not name the run is sent again."""
     pages = 2
@@ -227,6 +230,50 @@ def test_a_401_says_where_the_token_is_given(caplog: pytest.LogCaptureFixture) -
         assert "no token came (give token=" in str(finished(sender)["last_error"])
         sender.close()
     assert [record.getMessage().startswith("draftalign: POST ") for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(
+    ("make", "fault"),
+    [
+        (lambda _: None, "No such file"),
+        (Path.mkdir, "Is a directory"),
+        (os.mkfifo, "is empty; expected a token"),  # nobody writes into it, and the thread does not wait for that
+        (lambda path: path.write_text("\r\n"), "is empty; expected a token"),
+        (lambda path: path.write_text("s3cret\nother\n"), "has a character that is not printable ASCII"),
+        (lambda path: path.write_text("s3cret", "utf-16"), "has a character that is not printable ASCII"),
+        (lambda path: path.write_text("s3cret" * 1000), "holds more than 4096 bytes"),
+    ],
+    ids=["gone", "directory", "fifo", "empty", "two lines", "utf-16", "large"],
+)
+def test_a_file_that_holds_no_token_is_named_and_nothing_is_asked(
+    make: Callable[[Path], object], fault: str, tmp_path: Path
+) -> None:
+    make(told := tmp_path / "token")
+    with receiver() as service:
+        sender = RolloutSender(service.url, token=f"@{told}", patience_seconds=0.0)
+        sender.submit([b"z"])
+        said = str(finished(sender)["last_error"])
+        sender.close()
+    assert f"the file {told} that DRAFTALIGN_TOKEN names" in said
+    assert fault in said
+    assert "cret" not in said
+    assert not service.requests
+
+
+def test_a_link_to_a_token_may_be_changed_as_kubernetes_does_it(tmp_path: Path) -> None:
+    (link := tmp_path / "token").symlink_to(tmp_path / "first")
+    (tmp_path / "first").write_bytes(b"first\r\n")
+    (tmp_path / "second").write_text("second\n")
+    with receiver() as service:
+        sender = RolloutSender(service.url, token=f"@{link}")
+        sender.submit([b"1"])
+        finished(sender)
+        (tmp_path / "new").symlink_to(tmp_path / "second")
+        (tmp_path / "new").replace(link)
+        sender.submit([b"2"])
+        finished(sender)
+        sender.close()
+    assert [one.headers["authorization"] for one in service.requests] == ["Bearer first", "Bearer second"]
 
 
 @pytest.mark.parametrize("kind", [None, "urn:draftalign:not-found"])
