@@ -612,7 +612,9 @@ def test_while_more_requests_come_few_begin_and_none_waits_for_ever() -> None:
 
     order, begun = asyncio.run(main())
     assert begun[_TAKEN_IN_FIRST - 1] == 1, "the first, which found none at work"
-    assert begun[-1] == len(begun) - 1, "then they begin faster than they come: the queue of a flood has an end"
+    assert begun[-1] >= len(begun) - _BEGIN_AT_ONCE, (
+        "then they begin faster than they come: the queue of a flood has an end"
+    )
     assert order == list(range(len(begun))), "first come, first served"
 
 
