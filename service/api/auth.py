@@ -50,8 +50,9 @@ _NO_RUN: Final = frozenset({"/", "/metrics", "/openapi.json", *PUBLIC})
 _HEAD: Final = re.compile(r"/runs/[^/]+/head")
 #: Requests other than probes that may begin in one turn of the event loop: a millisecond of work or two.
 _BEGIN_AT_ONCE: Final = 4
-#: Turns in a row in which none begins while others come.
-_TAKEN_IN_FIRST: Final = 64
+#: Turns in a row in which none begins while others come. After these some begin in each turn, however many come: else
+#: a stranger who connects again and again would hold up all.
+_TAKEN_IN_FIRST: Final = 1024
 #: Scope key: the caller's `Token`.
 CALLER: Final = "draftalign.caller"
 _LOOPBACK: Final = Token(LOOPBACK, frozenset(SCOPES))
@@ -142,16 +143,14 @@ class Throttle:
         await self._waiting[-1]
 
     def _next(self) -> None:
-        came, self._came, left = self._came, False, 0
-        self._turns = self._turns + 1 if came else 0
-        if not came or self._turns > _TAKEN_IN_FIRST:
-            self._turns, left = 0, _BEGIN_AT_ONCE
+        self._turns, self._came = self._turns + 1 if self._came else 0, False
+        left = 0 if 0 < self._turns <= _TAKEN_IN_FIRST else _BEGIN_AT_ONCE
         while self._waiting and left > 0:
             waiting = self._waiting.popleft()
             if not waiting.done():
                 waiting.set_result(None)
                 left -= 1
-        self._due = came or bool(self._waiting)
+        self._due = self._turns > 0 or bool(self._waiting)
         if self._due:
             asyncio.get_running_loop().call_soon(self._next)
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -28,6 +28,11 @@ log = logging.getLogger("draftalign.api")
 
 #: Most seconds that a probe of Redis waits: a command by itself would wait 15 s for one that hangs.
 PROBE_SECONDS: Final = 1.5
+#: Connections of an asyncio client; of a cluster, to each node. A call beyond them waits for one: to open hundreds at
+#: once takes longer than a probe may, and descriptors that the service's own clients need.
+_CONNECTIONS: Final = 64
+#: Most seconds that it waits: less than a probe does.
+_FREE_SECONDS: Final = 1.0
 #: How long the outcome of a test write stands: whoever asks meanwhile is told it, and causes no write.
 _TESTED_SECONDS: Final = 1.0
 #: A write as the service makes its own: by a script, which a user may be denied where MSET is allowed.
@@ -85,12 +90,31 @@ class _Cluster(redis.cluster.RedisCluster):
 
 
 class _AsyncCluster(redis.asyncio.cluster.RedisCluster):
+    """Commands beyond `_CONNECTIONS` wait: redis-py has no pool of a cluster that does."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._free = asyncio.Semaphore(_CONNECTIONS)
+
+    @contextlib.asynccontextmanager
+    async def _told(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(_FREE_SECONDS):
+                await self._free.acquire()
+        except TimeoutError as error:
+            raise redis_errors.ConnectionError("No connection available.") from error
+        try:
+            with _as_away():
+                yield
+        finally:
+            self._free.release()
+
     async def initialize(self, *args: Any, **options: Any) -> Any:
         with _as_away():
             return await super().initialize(*args, **options)
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        with _as_away():
+        async with self._told():
             return await super().execute_command(*args, **options)
 
     def pipeline(self, transaction: Any = None, shard_hint: Any = None) -> Any:
@@ -98,11 +122,15 @@ class _AsyncCluster(redis.asyncio.cluster.RedisCluster):
         execute = pipe.execute
 
         async def told(*args: Any, **options: Any) -> Any:
-            with _as_away():
+            async with self._told():
                 return await execute(*args, **options)
 
         pipe.execute = told
         return pipe
+
+
+class _SentinelPool(redis.asyncio.sentinel.SentinelConnectionPool, redis.asyncio.BlockingConnectionPool):
+    """Of connections to the server that Sentinels name; who finds none free waits for one."""
 
 
 class _AsyncBehindSentinel(redis.asyncio.Redis):
@@ -119,25 +147,32 @@ def connect(url: str, **options: Any) -> Any:
 
     Raises ValueError for a URL that names none, RedisError for a cluster of which no node answers.
     """
-    return _connect(redis, _Cluster, Redis, url, options)
+    kind = urlsplit(url).scheme.partition("+")[2]
+    if kind == "cluster":
+        return _Cluster(**_cluster_options(redis, url), **options)
+    if kind == "sentinel":
+        sentinel, name = _sentinel(redis, url, options)
+        return sentinel.master_for(name)
+    return Redis.from_url(url, **options)
 
 
 def connect_async(url: str, **options: Any) -> Any:
-    """The same for asyncio; it connects only when it is used."""
-    return _connect(redis.asyncio, _AsyncCluster, _AsyncBehindSentinel, url, options)
-
-
-def _connect(package: Any, cluster: Any, behind_sentinel: Any, url: str, options: Mapping[str, Any]) -> Any:
-    """`package`: `redis` or `redis.asyncio`. `behind_sentinel`: class of a client whose server a Sentinel names."""
+    """The same for asyncio; it connects only when it is used. Who finds no connection free waits for one."""
     kind = urlsplit(url).scheme.partition("+")[2]
     if kind == "cluster":
-        nodes = [package.cluster.ClusterNode(*member) for member in redis_members(url)]
-        return cluster(startup_nodes=nodes, **_cluster_options(url), **options)
+        return _AsyncCluster(**_cluster_options(redis.asyncio, url), **options)
+    waits = {"max_connections": _CONNECTIONS, "timeout": _FREE_SECONDS}
     if kind == "sentinel":
-        name, of_sentinels, given = _sentinel_options(url)
-        sentinel = package.sentinel.Sentinel(redis_members(url), sentinel_kwargs=of_sentinels, **{**given, **options})
-        return sentinel.master_for(name, redis_class=behind_sentinel)
-    return package.Redis.from_url(url, **options)
+        sentinel, name = _sentinel(redis.asyncio, url, options)
+        return sentinel.master_for(name, _AsyncBehindSentinel, _SentinelPool, **waits)
+    return redis.asyncio.Redis.from_pool(redis.asyncio.BlockingConnectionPool.from_url(url, **waits, **options))
+
+
+def _sentinel(package: Any, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """The Sentinels, and the service's name. `package`: `redis` or `redis.asyncio`."""
+    name, of_sentinels, given = _sentinel_options(url)
+    members = redis_members(url)
+    return package.sentinel.Sentinel(members, sentinel_kwargs=of_sentinels, **{**given, **options}), name
 
 
 def _plain_options(url: str, path: str) -> dict[str, Any]:
@@ -148,10 +183,11 @@ def _plain_options(url: str, path: str) -> dict[str, Any]:
     return given | ({"ssl": True} if parts.scheme.startswith("rediss") else {})
 
 
-def _cluster_options(url: str) -> dict[str, Any]:
+def _cluster_options(package: Any, url: str) -> dict[str, Any]:
     if urlsplit(url).path.strip("/") not in ("", "0"):
         raise ValueError("a cluster has no databases: drop what follows its hosts")
-    return _plain_options(url, "")
+    nodes = [package.cluster.ClusterNode(*member) for member in redis_members(url)]
+    return {"startup_nodes": nodes} | _plain_options(url, "")
 
 
 def _sentinel_options(url: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
