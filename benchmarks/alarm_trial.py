@@ -368,8 +368,10 @@ class FaultyTrial(Trial):
         log = (self.place / f"agent-{number}.log").open("w")
         return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
-    def turn(self, runs: Sequence[str]) -> None:
-        """Send a file of each run, a report of each engine, and look at the alerts."""
+    def turn(self, runs: Sequence[str], *, paced: bool = False) -> None:
+        """Send a file of each run, a report of each engine, and look at the alerts. `paced`: as the worker keeps up."""
+        if paced:  # else a slow machine's worker falls behind, and rollouts are refused
+            wait(self.drained, 10)
         for run in runs:
             with contextlib.suppress(httpx.HTTPError):  # refused, or nobody is there: that is the trial
                 self._send(run)
@@ -387,10 +389,10 @@ class FaultyTrial(Trial):
         time.sleep(0.2)
 
     def until(self, condition: Callable[[], bool], runs: Sequence[str], seconds: float) -> bool:
-        """Take turns until then; whether it came."""
+        """Take paced turns until then; whether it came."""
         deadline = time.monotonic() + seconds
         while not condition() and time.monotonic() < deadline:
-            self.turn(runs)
+            self.turn(runs, paced=True)
         return condition()
 
     def _send(self, run: str) -> None:

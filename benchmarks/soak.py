@@ -291,7 +291,6 @@ def report(client: httpx.Client, number: int, window_seconds: float) -> None:
                 "run": "default",
                 "reporter": "soak engine",
                 "engine": "http://engine:8000",
-                "method": "eagle3",
                 "drafter_version": latest.json()["version"],
                 "policy_version": None,
                 "rounds": rounds,

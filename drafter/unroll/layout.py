@@ -15,12 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 _T = TypeVar("_T")
@@ -92,7 +91,13 @@ Layout = Padded | Packed
 
 def moved(plan: _T, move: Callable[[Tensor], Tensor]) -> _T:
     """A frozen dataclass with each tensor in its fields, also in tuples of them, as `move` gives it."""
-    return replace(plan, **pytree.tree_map_only(Tensor, move, dict(vars(plan))))  # type: ignore[type-var]
+
+    def of(value: Any) -> Any:
+        if isinstance(value, tuple) and value and not isinstance(value[0], int):  # integers: one for each token
+            return tuple(map(of, value))
+        return move(value) if isinstance(value, Tensor) else value
+
+    return replace(plan, **{name: of(value) for name, value in vars(plan).items()})  # type: ignore[type-var]
 
 
 def pad(spans: Spans) -> Padded:

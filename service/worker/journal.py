@@ -379,7 +379,8 @@ class Journal:
 
 
 def _higher(now: Any, before: Any) -> Any:
-    """The higher one of two totals, of sums by drafter each one; `before` is None where nothing was told."""
+    """The higher one of two totals, of sums by drafter each one; `before` is something else where nothing was told."""
     if isinstance(now, dict):
-        return {name: _higher(now.get(name, 0.0), (before or {}).get(name)) for name in now.keys() | (before or {})}
-    return now if before is None else max(now, before)
+        told = before if isinstance(before, dict) else {}
+        return {name: _higher(now.get(name, 0.0), told.get(name)) for name in now.keys() | told}
+    return max(now, before) if isinstance(before, int | float) else now

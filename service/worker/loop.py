@@ -105,7 +105,7 @@ class RunWorker:
         self.inbox = Inbox(settings, layout, queue, target.vocab_size, ends_for_memory)
         self.learner = Learner(settings, layout, store, run, target, self.inbox, self.save, stopping, others_wait)
         self.learner.recent.limit = self._suspicion.limit
-        self.learner.journal.before_sending = self._check_lease
+        self.learner.journal.before_sending = self._check_still_ours
         self._checkpoint = WorkerCheckpoint(layout, run)
         self._newest = _Newest(time.monotonic())
         queue.ensure_group()

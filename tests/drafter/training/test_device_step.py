@@ -78,6 +78,14 @@ def test_the_target_of_a_batch_is_found_without_waiting_for_the_device() -> None
     assert target.logprobs(0, rows, torch.float32).shape == (rows, len(w.drafter.vocabulary))
 
 
+def test_what_a_plan_has_on_the_host_is_not_copied_to_a_device() -> None:
+    """It has an integer for each token, and goes to the device for each window."""
+    plan = make_plan(torch.tensor([0, 40, 64]), torch.arange(64) % 40 > 5, 2)
+    moved = plan.to("meta")
+    assert moved.target_starts is plan.target_starts
+    assert moved.spans is plan.spans
+
+
 def test_a_meta_tensor_would_say_if_it_were_read() -> None:
     with pytest.raises(RuntimeError, match="meta"):
         float(torch.ones((), device="meta"))

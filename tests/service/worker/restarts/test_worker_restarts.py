@@ -22,6 +22,7 @@ from service.worker.claim import ClaimScorer
 from service.worker.inbox import CONSUMER, Loaded
 from service.worker.journal import Journal
 from service.worker.learner import Learner
+from service.worker.loop import RegisteredAgain
 from service.worker.promotion.judge import Judge
 
 COUNTS = ("trained_tokens_total", "train_seconds_total", "published_total", "refused_total")
@@ -96,6 +97,22 @@ def test_the_totals_that_are_told_never_fall_though_a_death_loses_what_no_checkp
     for before, after in pairwise(told):
         assert all(after[name] >= value for name, value in before.items()), (before, after)
     assert told[-1]["rounds_total served"] > told[2]["rounds_total served"]
+
+
+def test_nothing_is_told_of_a_run_that_was_registered_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The totals would be the new run's from then on."""
+    five(bench)
+    worker = bench.worker()
+
+    def score(self: ClaimScorer, *args: Any) -> Any:
+        bench.layout.target("default").touch()
+        return real(self, *args)
+
+    real = ClaimScorer.score
+    monkeypatch.setattr(ClaimScorer, "score", score)
+    with pytest.raises(RegisteredAgain):
+        bench.drain(worker)
+    assert bench.store.told("trained_tokens_total") is None
 
 
 def test_a_stop_right_after_a_death_between_checkpoint_and_ack_trains_nothing_twice(
