@@ -134,7 +134,7 @@ def test_entries_that_a_failing_redis_took_from_the_workers_hands_come_back_at_o
     for _ in range(5):
         with monkeypatch.context() as patch:
 
-            def away(*_: Any) -> None:
+            def away(*_: Any, **_named: Any) -> None:
                 raise RedisConnectionError("away")
 
             patch.setattr(Inbox, "load", away)
