@@ -82,18 +82,22 @@ class DrafterSums:
         return self.tokens_squared - 2 * self.alpha * self.tokens_rounds + self.alpha**2 * self.rounds_squared
 
     @property
-    def half_width(self) -> float | None:
-        """Half of the 95 % interval of `alpha`, clustered as the sums are, by Student's t; None of fewer than two.
-
-        Degrees of freedom: those of as many clusters of equal size as would weigh the same (Kish), less one.
-        """
+    def error(self) -> float | None:
+        """Standard error of `alpha`, clustered as the sums are; None of fewer than two."""
         if self.rollouts < 2 or self.tokens <= 0:
             return None
+        return math.sqrt(max(self.off_squared, 0.0)) / self.rounds / (1 - self._share)
+
+    @property
+    def half_width(self) -> float | None:
+        """Half of the 95 % interval of `alpha`, by Student's t."""
+        return None if self.error is None else student_95(max(1.0, 1 / self._share - 1)) * self.error
+
+    @property
+    def _share(self) -> float:
+        """Of each of as many clusters of equal size as would weigh the same (Kish)."""
         squares = self.tokens_squared / self.tokens**2 + 2 * self.tokens_rounds / (self.tokens * self.rounds)
-        share = max((squares + self.rounds_squared / self.rounds**2) / 4, 1 / self.rollouts)
-        share = min(share, 1 - 1e-9)
-        error = math.sqrt(max(self.off_squared, 0.0)) / self.rounds / (1 - share)
-        return student_95(max(1.0, 1 / share - 1)) * error
+        return min(max((squares + self.rounds_squared / self.rounds**2) / 4, 1 / self.rollouts), 1 - 1e-9)
 
 
 def student_95(degrees: float) -> float:

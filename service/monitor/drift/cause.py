@@ -123,7 +123,7 @@ class RecentTicks:
         if not rows or min(min(row.expected, row.level) for row in rows) <= 0:
             return None
         if starts:
-            rows = rows[_began([(row.expected - row.alpha) / sd for row in rows]) :]
+            rows = rows[_began([row.expected - row.alpha for row in rows]) :]
         _, shift, shift_variance = max(starts, default=(since, rows[0].shift, rows[0].shift_variance))
         n, last = len(rows), rows[-1]
         moved = Estimate(last.shift - shift, max(0.0, last.shift_variance - shift_variance))
@@ -345,8 +345,7 @@ def _live_over_replay(points: Sequence[tuple[tuple[float, float], DrafterSums]])
     for (live_tokens, live_rounds), replay in points:
         weight = live_rounds / rounds
         value += weight * math.log(live_tokens / live_rounds / replay.alpha)
-        width = replay.alpha if replay.half_width is None else replay.half_width
-        variance += (weight * width / Z_95 / replay.alpha) ** 2
+        variance += (weight * (1 / Z_95 if replay.error is None else replay.error / replay.alpha)) ** 2
     return Estimate(value, variance)
 
 

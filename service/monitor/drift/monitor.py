@@ -220,7 +220,7 @@ class DriftMonitor:
         sure = worse and -paired_difference >= _SURE_SD * math.sqrt(variance)
         told_variance = variance * (1.0 if sure or not worse else _DOUBT**2)
         state.levels.owe(paired_difference - moved, told_variance)
-        state.levels.forgive(moved if sure else 0.0)
+        state.levels.forgive(moved if sure or proven > 0 else 0.0)
         state.evidence.shift += paired_difference - moved + state.levels.forgiven - forgiven
         # The tick being filled was scored with the old drafter.
         state.pending = [(stratum, alpha + paired_difference, entropy) for stratum, alpha, entropy in state.pending]

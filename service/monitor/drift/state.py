@@ -138,8 +138,8 @@ class Levels:
             self.forgiven = 0.0
 
     def forgive(self, by: float) -> None:
-        """Count by how much a version that was proven worse has lowered the levels all the same."""
-        self.forgiven += by
+        """Count by how much a version that was proven worse has lowered the levels, or a better one raised them."""
+        self.forgiven = min(0.0, self.forgiven + by)
 
     def move(self, by: float, variance: float) -> None:
         """Move all levels by one number, whose error has this variance.
