@@ -31,8 +31,8 @@ PROBE_SECONDS: Final = 1.5
 #: Connections of an asyncio client; of a cluster, to each node. A call beyond them waits for one: to open hundreds at
 #: once takes longer than a probe may, and descriptors that the service's own clients need.
 _CONNECTIONS: Final = 64
-#: Most seconds that it waits: less than a probe does.
-_FREE_SECONDS: Final = 1.0
+#: Most seconds that it waits, as long as for an answer. A probe gives up before.
+_FREE_SECONDS: Final = 5.0
 #: How long the outcome of a test write stands: whoever asks meanwhile is told it, and causes no write.
 _TESTED_SECONDS: Final = 1.0
 #: A write as the service makes its own: by a script, which a user may be denied where MSET is allowed.
