@@ -292,10 +292,10 @@ class Settings(BaseSettings):
             secret, _, names = part.rpartition(":")
             named = names.split(",")
             scopes = frozenset(scope for scope in SCOPES if scope in named)
-            if not secret or not secret.isascii() or len(scopes) != len(named):
-                raise ValueError(
-                    f"tokens: entry {number} must be ASCII 'secret:scope,...' with scopes of {', '.join(SCOPES)}, "
-                    "or a line that `draftalign token` adds to a token file"
+            if not secret or secret[0] == "@" or not secret.isascii() or len(scopes) != len(named):
+                raise ValueError(  # a client takes @FILE for a file's name, and would print it where there is none
+                    f"tokens: entry {number} must be ASCII 'secret:scope,...', not '@...', with scopes of "
+                    f"{', '.join(SCOPES)}, or a line that `draftalign token` adds to a token file"
                 )
             if secret in table:
                 raise ValueError(f"tokens: entry {number} repeats the secret of an earlier one")

@@ -165,7 +165,7 @@ def test_each_offer_is_loaded_once_and_again_only_where_it_is_pushed_again(bench
     assert bench.swaps("swapped") == 4
     assert bench.fetched == []
     assert bench.value("last_contact_timestamp_seconds", peer=bench.engine.url)
-    assert bench.value("drafter_info", engine=bench.engine.url, version=second.version) == 1.0
+    assert bench.value("drafter_info", run="default", engine=bench.engine.url, version=second.version) == 1.0
     bench.follower.forget()
     assert not bench.follower._memory.exists()
     bench.follower.forget()

@@ -222,7 +222,8 @@ def test_without_tokens_a_foreign_host_name_is_not_answered(service: RunningServ
 
 
 @pytest.mark.parametrize(
-    "tokens", ["secret", "secret:", ":read", "secret:read,fly", "a:read;a:write", "sécret:read", "s:read:"]
+    "tokens",
+    ["secret", "secret:", ":read", "secret:read,fly", "a:read;a:write", "sécret:read", "s:read:", "@file:read"],
 )
 def test_malformed_tokens_stop_the_start_and_are_not_printed(tokens: str) -> None:
     with pytest.raises(ValidationError) as caught:
