@@ -28,9 +28,9 @@ log = logging.getLogger("draftalign.api")
 
 #: Most seconds that a probe of Redis waits: a command by itself would wait 15 s for one that hangs.
 PROBE_SECONDS: Final = 1.5
-#: Connections of an asyncio client; of a cluster, to each node. A call beyond them waits for one: to open hundreds at
-#: once takes longer than a probe may, and descriptors that the service's own clients need.
-_CONNECTIONS: Final = 64
+#: Connections of an asyncio client, to each node of a cluster too: fewer than the 256 descriptors that the API leaves
+#: (`Places`) where it may have 1,024. A call beyond them waits for one; with 64, probes among 400 requests gave up.
+_CONNECTIONS: Final = 160
 #: Most seconds that it waits, as long as for an answer. A probe gives up before.
 _FREE_SECONDS: Final = 5.0
 #: How long the outcome of a test write stands: whoever asks meanwhile is told it, and causes no write.
@@ -160,7 +160,7 @@ def connect_async(url: str, **options: Any) -> Any:
     """The same for asyncio; it connects only when it is used. Who finds no connection free waits for one."""
     kind = urlsplit(url).scheme.partition("+")[2]
     if kind == "cluster":
-        return _AsyncCluster(**_cluster_options(redis.asyncio, url), **options)
+        return _AsyncCluster(max_connections=_CONNECTIONS, **_cluster_options(redis.asyncio, url), **options)
     waits = {"max_connections": _CONNECTIONS, "timeout": _FREE_SECONDS}
     if kind == "sentinel":
         sentinel, name = _sentinel(redis.asyncio, url, options)

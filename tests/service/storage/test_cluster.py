@@ -58,7 +58,7 @@ def test_a_runs_life_behind_one_url(kind: str, request: pytest.FixtureRequest) -
 
 
 @pytest.mark.parametrize("kind", ["redis_url", "cluster", "sentinel"])
-def test_of_many_calls_at_once_those_beyond_64_connections_wait(
+def test_of_many_calls_at_once_those_beyond_its_connections_wait(
     kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By itself redis-py raises beyond 100, and the API would say that Redis is away."""
@@ -75,7 +75,7 @@ def test_of_many_calls_at_once_those_beyond_64_connections_wait(
                 most = max(most, await _clients(client))
             return most - before
 
-    assert 0 < asyncio.run(work(request.getfixturevalue(kind))) < 100
+    assert 0 < asyncio.run(work(request.getfixturevalue(kind))) < 200
 
     async def starved(url: str) -> None:
         monkeypatch.setattr(ready, "_CONNECTIONS", 0)
