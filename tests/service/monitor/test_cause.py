@@ -431,7 +431,7 @@ def test_each_policy_versions_engines_are_compared_with_its_own_rollouts_weighed
             [p[2] for p in parts],
         )
         alpha = np.array([r.alpha for r in replays])
-        relative = np.array([(r.alpha if (w := r.half_width) is None else w) / r.alpha / 1.959964 for r in replays])
+        relative = np.array([1 / 1.959964 if r.error is None else r.error / r.alpha for r in replays])
         weight = rounds / rounds.sum()
         return weight @ np.log(tokens / rounds / alpha), (weight**2) @ relative**2 + 0.25 / rounds.sum()
 
