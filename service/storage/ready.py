@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -28,11 +28,6 @@ log = logging.getLogger("draftalign.api")
 
 #: Most seconds that a probe of Redis waits: a command by itself would wait 15 s for one that hangs.
 PROBE_SECONDS: Final = 1.5
-#: Connections of an asyncio client, to each node of a cluster too: fewer than the 256 descriptors that the API leaves
-#: (`Places`) where it may have 1,024. A call beyond them waits for one; with 64, probes among 400 requests gave up.
-_CONNECTIONS: Final = 160
-#: Most seconds that it waits, as long as for an answer. A probe gives up before.
-_FREE_SECONDS: Final = 5.0
 #: How long the outcome of a test write stands: whoever asks meanwhile is told it, and causes no write.
 _TESTED_SECONDS: Final = 1.0
 #: A write as the service makes its own: by a script, which a user may be denied where MSET is allowed.
@@ -90,31 +85,12 @@ class _Cluster(redis.cluster.RedisCluster):
 
 
 class _AsyncCluster(redis.asyncio.cluster.RedisCluster):
-    """Commands beyond `_CONNECTIONS` wait: redis-py has no pool of a cluster that does."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._free = asyncio.Semaphore(_CONNECTIONS)
-
-    @contextlib.asynccontextmanager
-    async def _told(self) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(_FREE_SECONDS):
-                await self._free.acquire()
-        except TimeoutError as error:
-            raise redis_errors.ConnectionError("No connection available.") from error
-        try:
-            with _as_away():
-                yield
-        finally:
-            self._free.release()
-
     async def initialize(self, *args: Any, **options: Any) -> Any:
         with _as_away():
             return await super().initialize(*args, **options)
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        async with self._told():
+        with _as_away():
             return await super().execute_command(*args, **options)
 
     def pipeline(self, transaction: Any = None, shard_hint: Any = None) -> Any:
@@ -122,15 +98,11 @@ class _AsyncCluster(redis.asyncio.cluster.RedisCluster):
         execute = pipe.execute
 
         async def told(*args: Any, **options: Any) -> Any:
-            async with self._told():
+            with _as_away():
                 return await execute(*args, **options)
 
         pipe.execute = told
         return pipe
-
-
-class _SentinelPool(redis.asyncio.sentinel.SentinelConnectionPool, redis.asyncio.BlockingConnectionPool):
-    """Of connections to the server that Sentinels name; who finds none free waits for one."""
 
 
 class _AsyncBehindSentinel(redis.asyncio.Redis):
@@ -147,32 +119,25 @@ def connect(url: str, **options: Any) -> Any:
 
     Raises ValueError for a URL that names none, RedisError for a cluster of which no node answers.
     """
-    kind = urlsplit(url).scheme.partition("+")[2]
-    if kind == "cluster":
-        return _Cluster(**_cluster_options(redis, url), **options)
-    if kind == "sentinel":
-        sentinel, name = _sentinel(redis, url, options)
-        return sentinel.master_for(name)
-    return Redis.from_url(url, **options)
+    return _connect(redis, _Cluster, Redis, url, options)
 
 
 def connect_async(url: str, **options: Any) -> Any:
-    """The same for asyncio; it connects only when it is used. Who finds no connection free waits for one."""
+    """The same for asyncio; it connects only when it is used."""
+    return _connect(redis.asyncio, _AsyncCluster, _AsyncBehindSentinel, url, options)
+
+
+def _connect(package: Any, cluster: Any, behind_sentinel: Any, url: str, options: Mapping[str, Any]) -> Any:
+    """`package`: `redis` or `redis.asyncio`. `behind_sentinel`: class of a client whose server a Sentinel names."""
     kind = urlsplit(url).scheme.partition("+")[2]
     if kind == "cluster":
-        return _AsyncCluster(max_connections=_CONNECTIONS, **_cluster_options(redis.asyncio, url), **options)
-    waits = {"max_connections": _CONNECTIONS, "timeout": _FREE_SECONDS}
+        nodes = [package.cluster.ClusterNode(*member) for member in redis_members(url)]
+        return cluster(startup_nodes=nodes, **_cluster_options(url), **options)
     if kind == "sentinel":
-        sentinel, name = _sentinel(redis.asyncio, url, options)
-        return sentinel.master_for(name, _AsyncBehindSentinel, _SentinelPool, **waits)
-    return redis.asyncio.Redis.from_pool(redis.asyncio.BlockingConnectionPool.from_url(url, **waits, **options))
-
-
-def _sentinel(package: Any, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """The Sentinels, and the service's name. `package`: `redis` or `redis.asyncio`."""
-    name, of_sentinels, given = _sentinel_options(url)
-    members = redis_members(url)
-    return package.sentinel.Sentinel(members, sentinel_kwargs=of_sentinels, **{**given, **options}), name
+        name, of_sentinels, given = _sentinel_options(url)
+        sentinel = package.sentinel.Sentinel(redis_members(url), sentinel_kwargs=of_sentinels, **{**given, **options})
+        return sentinel.master_for(name, redis_class=behind_sentinel)
+    return package.Redis.from_url(url, **options)
 
 
 def _plain_options(url: str, path: str) -> dict[str, Any]:
@@ -183,11 +148,10 @@ def _plain_options(url: str, path: str) -> dict[str, Any]:
     return given | ({"ssl": True} if parts.scheme.startswith("rediss") else {})
 
 
-def _cluster_options(package: Any, url: str) -> dict[str, Any]:
+def _cluster_options(url: str) -> dict[str, Any]:
     if urlsplit(url).path.strip("/") not in ("", "0"):
         raise ValueError("a cluster has no databases: drop what follows its hosts")
-    nodes = [package.cluster.ClusterNode(*member) for member in redis_members(url)]
-    return {"startup_nodes": nodes} | _plain_options(url, "")
+    return _plain_options(url, "")
 
 
 def _sentinel_options(url: str) -> tuple[str, dict[str, Any], dict[str, Any]]:

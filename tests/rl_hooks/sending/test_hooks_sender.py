@@ -416,7 +416,7 @@ def test_an_answer_that_drips_without_end_is_given_up_in_time(silent: bool) -> N
 )
 def test_a_number_that_nothing_holds_costs_a_registration_one_try_and_not_its_life(header: str) -> None:
     def serve(listener: socket.socket) -> None:
-        for first in (f"503 Away\r\n{header}\r\n\r\n", '201 Created\r\nContent-Length: 11\r\n\r\n{"run":"r"}'):
+        for first in (f"503 Away\r\n{header}\r\n\r\n", '201 Created\r\nContent-Length: 17\r\n\r\n{"run":"default"}'):
             connection, _ = listener.accept()
             with connection:
                 connection.recv(1 << 16)
@@ -441,8 +441,8 @@ def test_the_body_follows_any_interim_answer() -> None:
             connection.sendall(b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n")
             while not connection.recv(1 << 16).endswith(b"body"):
                 pass
-            connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 202 Accepted\r\nContent-Length: 11\r\n\r\n")
-            connection.sendall(b'{"run":"r"}')
+            connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 202 Accepted\r\nContent-Length: 17\r\n\r\n")
+            connection.sendall(b'{"run":"default"}')
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve, args=(listener,), daemon=True).start()

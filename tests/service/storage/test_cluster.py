@@ -6,7 +6,6 @@ import asyncio
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.service.failover_fixtures import Cluster, Sentinels, until
@@ -15,7 +14,6 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from service.cli.checks import check_redis, checked_redis
 from service.errors import ConfigurationError
-from service.storage import ready
 from service.storage.queue.keys import Keys
 from service.storage.queue.lease import Leases
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch
@@ -55,43 +53,6 @@ def test_a_runs_life_behind_one_url(kind: str, request: pytest.FixtureRequest) -
             assert lease.hold(run)
             assert asyncio.run(_forget(url, run))
             assert not list(client.scan_iter(match=f"da:{{{run}}}:*"))
-
-
-@pytest.mark.parametrize("kind", ["redis_url", "cluster", "sentinel"])
-def test_of_many_calls_at_once_those_beyond_its_connections_wait(
-    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By itself redis-py raises beyond 100, and the API would say that Redis is away."""
-    monkeypatch.setattr(ready, "_FREE_SECONDS", 300.0)
-
-    async def work(url: str) -> int:
-        async with connect_async(url) as client:
-            async with client.pipeline(transaction=False) as pipe:
-                pipe.get(Keys("alpha").queue)
-                await pipe.execute()
-            before, most = await _clients(client), 0
-            for _ in range(2):
-                await asyncio.gather(*(client.get(Keys("alpha").queue) for _ in range(300)))
-                most = max(most, await _clients(client))
-            return most - before
-
-    assert 0 < asyncio.run(work(request.getfixturevalue(kind))) < 200
-
-    async def starved(url: str) -> None:
-        monkeypatch.setattr(ready, "_CONNECTIONS", 0)
-        monkeypatch.setattr(ready, "_FREE_SECONDS", 0.01)
-        async with connect_async(url) as client:
-            await client.get(Keys("alpha").queue)
-
-    if kind == "cluster":  # the pools of the other two are redis-py's
-        with pytest.raises(RedisConnectionError):
-            asyncio.run(starved(request.getfixturevalue(kind)))
-
-
-async def _clients(client: Any) -> int:
-    found = await client.info("clients")
-    nodes = [found] if "connected_clients" in found else found.values()
-    return sum(int(node["connected_clients"]) for node in nodes)
 
 
 async def _enqueue(url: str, run: str) -> list[str]:
