@@ -404,7 +404,7 @@ def engine_line(verdict: EngineVerdict) -> dict[str, Any]:
 
 
 def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
-    """Collect what the headline needs. Of the whole run and of what `read_headline` reads the facts are the same."""
+    """Collect what the headline needs. Of the whole run and of what `read_headlines` reads the facts are the same."""
     counters, recent = snapshot.counters, snapshot.newest
     ended: list[tuple[Arrival, Mapping[str, str] | None]] = [
         (score.arrival, None) for score in recent[-RECENT_BATCHES:]
