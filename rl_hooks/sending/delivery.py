@@ -9,7 +9,7 @@
 | `no-such-run` after the registration was refused | nobody else has registered the run: the same |
 | `no-such-run` after it was accepted | dropped; `lost` asks for another registration |
 | 401, 403, 429, 5xx, no connection, no HTTP | retried after a backoff or Retry-After, while patience lasts |
-| 2xx of something else | the same |
+| 2xx of something else | retried likewise |
 | 401, 403, and any refusal by a proxy, of a job with `keep` | the same without an end: a person may mend it |
 | `too-many-runs`, `run-damaged` | a person has to act: the same, but after a minute |
 | `StoreUnreachable` from an upload by the object store | the same file through the API, and all for five minutes |

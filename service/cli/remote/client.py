@@ -115,7 +115,7 @@ def call(
             )
         except httpx.HTTPError as error:
             hint = next((f"; {hint}" for sign, hint in _HINTS.items() if sign in str(error)), "")
-            if isinstance(error, httpx.ReadTimeout) and method != "GET":
+            if isinstance(error, httpx.ReadTimeout) and error.request.method != "GET":
                 hint = f"; it may do {_ALL_THE_SAME}"
             trouble, passing = f"does not answer: {error}{hint}", True
         else:

@@ -102,6 +102,14 @@ def test_who_gives_up_on_a_change_is_told_that_it_may_be_done_all_the_same(
         done.set()
 
 
+def test_who_gives_up_before_the_change_was_asked_for_is_not_told_that_it_may_be_done() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(ConfigurationError, match=r"timed out$"),
+    ):
+        call("POST", f"http://127.0.0.1:{silent.getsockname()[1]}", "/x", 0.2)
+
+
 def test_a_version_is_named_as_the_page_names_it(service: RunningService) -> None:
     first, second = service.publish(), service.publish(content=b"second")
     short = first.version.partition("-")[0]
