@@ -5,12 +5,14 @@ Imports of ours, and of whatever takes long to import, stand in the fixtures: a 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch: threads that share two cores wait for each other
 
 import shutil
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -117,6 +119,24 @@ def _set_apart() -> None:
     gc.freeze()
 
 
+def _end_workers(test: str, url: str) -> None:
+    """End workers that a test left behind, and say so: they would have their share of the next tests' runs."""
+    from redis import Redis, RedisError
+
+    from service.storage.queue.lease import WORKERS, Leases
+
+    names: list[bytes] = []
+    with contextlib.suppress(RedisError), Redis.from_url(url) as client:
+        names = client.hkeys(WORKERS)
+        here = Leases(client).holder.partition("/")[0].encode()
+        names = [name for name in names if name.startswith(here + b"/")]
+    for pid in {int(name.split(b"/")[1]) for name in names} - {os.getpid()}:
+        if Path(f"/proc/{pid}").exists():
+            print(f"\n{test} left worker {pid} behind: it is killed", file=sys.stderr, flush=True)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 def pytest_collection_finish() -> None:
     """What was imported and collected stays."""
     _set_apart()
@@ -125,7 +145,11 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """After a file's last test, whose fixtures are gone then, what is left stays too."""
+    url = getattr(item, "funcargs", {}).get("redis_url")
     yield
+    if url is not None:
+        with item.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            _end_workers(item.nodeid, url)
     if nextitem is None or nextitem.path != item.path:
         _set_apart()
 

@@ -21,6 +21,7 @@ from service.cli.plan import plan
 from service.cli.remote.drafters import download, drafters, hold, publish, release, rollback
 from service.cli.remote.runs import dead, drift, runs, state, worth
 from service.cli.state import copy_state
+from service.cli.supervisor import parent_death_signal
 from service.cli.warmup import warmup
 from service.errors import ConfigurationError, ServiceError
 from service.memory import importing
@@ -116,6 +117,8 @@ def worker(state_dir: StateDir = None, redis_url: RedisUrl = None) -> None:
     """
     check_torch()
     settings = _with_redis(_settings(state_dir=state_dir, redis_url=redis_url))
+    if "TORCHELASTIC_RUN_ID" in os.environ and (tie := parent_death_signal()) is not None:
+        tie()  # else a rank whose torchrun was killed would work on by itself
     with importing():
         from service.ranks import run_on_ranks  # it loads torch, which takes two seconds
 

@@ -13,7 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from helpers.engine.agent_fixtures import eventually
+from helpers.forked import ROOT
 from helpers.worker.worker_fixtures import alive, wait_until_gone
+from redis import Redis
 
 from service.cli.supervisor import (
     PARENT_VARIABLE,
@@ -22,6 +25,7 @@ from service.cli.supervisor import (
     spawn,
     stop,
 )
+from service.storage.queue.lease import WORKERS
 
 #: A parent of three children that note their start and their end.
 PARENT = """
@@ -243,3 +247,24 @@ def test_nothing_to_supervise_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> 
         for number, handler in handlers.items():
             signal.signal(number, handler)
     assert slept == []
+
+
+#: As torchrun does, but for the ranks' addresses.
+ELASTIC = """
+import os, subprocess, sys, time
+environment = os.environ | {"TORCHELASTIC_RUN_ID": "none"}
+subprocess.Popen([sys.executable, "-m", "service.cli", "worker"], env=environment, start_new_session=True)
+time.sleep(600)
+"""
+
+
+def test_a_rank_whose_torchrun_was_killed_ends(tmp_path: Path, redis_client: Redis, redis_url: str) -> None:
+    """Else it would work on, beside the ranks of the torchrun that is started next."""
+    variables = {"DRAFTALIGN_REDIS_URL": redis_url, "DRAFTALIGN_STATE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    agent = subprocess.Popen([sys.executable, "-c", ELASTIC], env=os.environ | variables)
+    try:
+        eventually(lambda: redis_client.hlen(WORKERS))
+    finally:
+        agent.kill()
+        agent.wait()
+    eventually(lambda: not redis_client.hlen(WORKERS))
