@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,12 +15,12 @@ import service.storage.queue.lease
 import service.worker.inbox
 import service.worker.process.worker
 import service.worker.promotion.promises
-from service.storage.queue.deliveries import RolloutQueue as WorkersQueue
 from service.storage.queue.lease import Leases
 from service.storage.registry import Registry
 from service.worker.checkpoint import CheckpointSuperseded
 from service.worker.inbox import Inbox
 from service.worker.loop import LeaseLost, RunWorker
+from service.worker.process.heartbeat import Heartbeat
 from service.worker.process.worker import Worker
 
 
@@ -99,27 +98,46 @@ def test_a_worker_that_was_stopped_while_it_renewed_its_lease_does_not_renew_ano
         assert not claims or steps < number, f"stopped before step {number}"
 
 
-def test_the_last_heartbeat_takes_no_lease_that_was_given_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "step"), [(Heartbeat, "_beat_open"), (Leases, "hold")], ids=["before", "in its lock"]
+)
+def test_the_last_heartbeat_takes_no_lease_that_was_given_back(
+    owner: type[Any], step: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is in the middle of its round when the worker ends in order: a standby would wait for the lease to expire."""
     bench.begin()
     bench.register(run="before-default")
     worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
     worker._turn()
-    beat, began, closed = WorkersQueue.heartbeat, threading.Event(), threading.Event()
+    went_on, began, go_on = list[bool](), threading.Event(), threading.Event()
+    inner, real = threading.Lock(), getattr(owner, step)
 
-    def slow(self: WorkersQueue, consumer: str, entry_ids: Sequence[str]) -> list[str]:
+    class Lock:
+        """The heartbeat, which holds it, goes on once the worker waits for it."""
+
+        def __enter__(self) -> None:
+            if not inner.acquire(blocking=False):
+                go_on.set()
+                inner.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            inner.release()
+
+    def slow(self: Any, *given: Any) -> Any:
         if threading.current_thread() is heartbeat and not began.is_set():
             began.set()
-            assert closed.wait(60)
-        return beat(self, consumer, entry_ids)
+            went_on.append(go_on.wait(60))  # an error would be the heartbeat's own, which it logs
+        return real(self, *given)
 
-    monkeypatch.setattr(WorkersQueue, "heartbeat", slow)
+    monkeypatch.setattr(worker._heartbeat, "lock", Lock())
+    monkeypatch.setattr(owner, step, slow)
     heartbeat = threading.Thread(target=worker._heartbeat.beat)
     heartbeat.start()
     assert began.wait(60)
     worker._close()
-    closed.set()
+    go_on.set()
     heartbeat.join(60)
+    assert went_on == [True]
     assert [bench.redis.get(Leases.key(run)) for run in ("before-default", "default")] == [None, None]
 
 
