@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import contextlib
 import copy
+import ctypes
 import functools
 import gc
 import json
@@ -544,6 +545,7 @@ def _nest() -> None:
         if pid == 0:
             status = 1
             try:
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its nest
                 _become_worker(**json.loads(line))
                 status = 0
             except BaseException:  # noqa: BLE001 - a fork must never fall back into its parent's loop
