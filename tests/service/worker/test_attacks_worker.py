@@ -301,13 +301,14 @@ def test_log_probabilities_that_abuse_the_weights_die_or_stay_in_bounds_and_touc
     def lower(tensors: dict[str, Tensor]) -> None:
         tensors["logprobs"][tensors["loss_mask"].bool().nonzero()[::12]] -= 2.4
 
-    lies: dict[str, Change] = {
-        "sometimes tiny": lower,
-        "tiny": lambda tensors: tensors["logprobs"].sub_(30.0).clamp_(max=0.0),
-        "huge": lambda tensors: tensors["logprobs"].zero_(),
-        "not a number": lambda tensors: tensors["logprobs"].fill_(math.nan),
-        "minus infinity": lambda tensors: tensors["logprobs"].fill_(-math.inf),
-        "above 0": lambda tensors: tensors["logprobs"].fill_(0.5),
+    def every(value: float) -> Change:
+        def change(tensors: dict[str, Tensor]) -> None:
+            tensors["logprobs"].fill_(value)
+
+        return change
+
+    lies: dict[str, Change] = {"sometimes tiny": lower} | {
+        str(value): every(value) for value in (-30.0, 0.0, 0.5, math.nan, -math.inf)
     }
     sent: dict[str, list[str]] = {"honest": [], "evil": []}
     for number in range(3):
