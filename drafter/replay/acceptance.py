@@ -28,6 +28,8 @@ Ints = npt.NDArray[np.int64]
 
 #: Padded elements of one block of the recursion: bounds memory where one segment is far longer than the others.
 _BLOCK_ELEMENTS = 1 << 22
+#: Of weighed tokens: the effective number of rollouts that accepted a draft, over that of all rounds, is at least this.
+_RELIED_ON = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,22 @@ class Replay:
     def conditional_acceptance(self) -> Floats:
         """Share that accepted draft j of the rounds that came to it, `reached`: [K]; nan where none did."""
         return _share(self.accepted.sum(axis=0), self.reached.sum(axis=0))
+
+    @property
+    def tells_positions(self) -> bool:
+        """Whether `accepted` can be relied on: not where a few large weights of tokens make it.
+
+        A round's weights multiply, so one rollout may hold most of a deep position's sum. Then that sum exceeds the one
+        before it, or the rollout accepts more drafts there than it has rounds while the effective number of rollouts
+        (Kish) is far below that of the rounds. Without weights neither happens.
+        """
+        kept = np.concatenate((self.rounds[:, None], self.accepted), axis=1)
+        sums = kept.sum(axis=0)
+        if np.any(sums[1:] > sums[:-1] * (1.0 + 1e-9)):
+            return False
+        effective = _share(np.square(sums), np.square(kept).sum(axis=0), most=math.inf)
+        over = np.any(kept > self.rounds[:, None] * (1.0 + 1e-9), axis=0)
+        return not np.any(over & (effective < _RELIED_ON * effective[0]))
 
     def total(self) -> dict[str, float]:
         """Pooled sums, as they are stored: {"tokens", "rounds"}."""
@@ -374,11 +392,11 @@ def _rounds_begun(ends: Floats) -> Floats:
     return begun[:, :n] * inside
 
 
-def _share(part: Floats, whole: Floats) -> Floats:
+def _share(part: Floats, whole: Floats, most: float = 1.0) -> Floats:
     """Part / whole, at most 1 where sums differ in their last bits; nan where whole is 0."""
     share: Floats = np.full(part.shape, np.nan)
     np.divide(part, whole, out=share, where=whole > 0)
-    return share.clip(max=1.0)
+    return share.clip(max=most)
 
 
 def _ratio(numerator: float, denominator: float) -> float:

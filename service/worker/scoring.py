@@ -299,7 +299,8 @@ def _replayed(version: str, found: Replay, prompts: Sequence[str], *, told_apart
 
     `told_apart`: whether engines count these prompts as they are here: no answer has several `_segments`.
     """
-    accepted, reached = (tuple(counts.sum(axis=0).round(3).tolist()) for counts in (found.accepted, found.reached))
+    by_position = (found.accepted, found.reached) if found.tells_positions else (np.zeros((1, 0)),) * 2
+    accepted, reached = (tuple(counts.sum(axis=0).round(3).tolist()) for counts in by_position)
     tokens, rounds = _summed(prompts, found.tokens), _summed(prompts, found.rounds)
     sums = DrafterSums.of(tokens.values(), rounds.values())
     if len(tokens) <= COUNTED_PROMPTS:

@@ -14,11 +14,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.engine.agent_fixtures import eventually
@@ -48,7 +49,7 @@ from drafter.policy import Policy, TargetHead
 from drafter.replay.gate import Trial
 from drafter.replay.replay import replay
 from drafter.training.optimizer import Optimizer
-from drafter.training.ranks import JoinedRanks
+from drafter.training.ranks import ALONE, JoinedRanks
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from rl_hooks import wire
 from service.ranks import FollowedRun, Follower, run_on_ranks
@@ -606,6 +607,33 @@ def test_ranks_share_the_rollouts_that_are_scored(tmp_path: Path, redis_url: str
     assert some in [[f"c/{i}", f"c/{i + 4}"] for i in range(4)]
     assert first == {"a/0", "a/2", "a/4", "b/0", some[0]}
     assert second == {"a/1", "a/3", some[1]}
+
+
+def test_two_ranks_weigh_what_others_drew_as_one_does(tmp_path: Path) -> None:
+    """Weights, gap, replays and what is told of positions; five rollouts are not shared out evenly."""
+    world, file = World(), tmp_path / "a"
+    file.write_bytes(world.rollout_file("a", rollouts=5))
+    batch, newer = load_batch(file), Policy(0, world.embed, TargetHead(world.heads[0] * 1.05))
+    batch = newer.needed_head().normalise(replace(batch, normalised=False))
+    drafters = {"one": world.drafter().eval(), "other": world.drafter(3).eval()}
+    order = ScoreOrder(range(5), 7, 3, "probabilistic", gap_nats=0.25, served=None)
+    alone = score_shared(ALONE, drafters, newer, batch, order)
+    assert alone.batch.log_weights is not None
+    assert alone.gap is not None
+    assert alone.gap > 0.02
+
+    def work(_rank: int) -> None:
+        found = score_shared(JoinedRanks(), drafters, newer, batch, order)
+        assert found.gap == pytest.approx(alone.gap)
+        assert found.batch.log_weights is not None
+        torch.testing.assert_close(found.batch.log_weights, alone.batch.log_weights)
+        for name, one in alone.by_version.items():
+            other = found.by_version[name]
+            for mine, theirs in zip(one._arrays, other._arrays, strict=True):
+                np.testing.assert_allclose(theirs, mine, rtol=1e-5, atol=1e-7)
+            assert other.tells_positions == one.tells_positions
+
+    assert run_two_ranks(work) == 0
 
 
 def test_a_batch_that_cannot_be_replayed_on_one_rank_is_dead_and_the_ranks_go_on(

@@ -302,10 +302,17 @@ def _replayed(score: ScoreRecord) -> Iterable[tuple[str, VersionReplay]]:
 
 
 def _pooled(replays: Sequence[VersionReplay]) -> VersionReplay:
-    """Sum of replays; counts by position only where all have equally many positions."""
-    alike = len({(len(c.accepted), len(c.reached)) for c in replays}) == 1
-    accepted = tuple(map(math.fsum, zip(*(c.accepted for c in replays), strict=True))) if alike else ()
-    reached = tuple(map(math.fsum, zip(*(c.reached for c in replays), strict=True))) if alike else ()
+    """Sum of replays; counts by position only where all that tell them have equally many positions.
+
+    Those that tell none are taken to be like the others.
+    """
+    told = [c for c in replays if c.accepted]
+    alike = len({(len(c.accepted), len(c.reached)) for c in told}) == 1
+    by_position = [(*c.accepted, *c.reached) for c in told] if alike else []
+    share = math.fsum(c.rounds for c in told) / math.fsum(c.rounds for c in replays)
+    sums = [math.fsum(counts) / share for counts in zip(*by_position, strict=True)]
+    depth = len(told[0].accepted) if alike else 0
+    accepted, reached = tuple(sums[:depth]), tuple(sums[depth:])
     by_prompt: dict[str, list[float]] = {}
     for replay in replays:
         for prompt, (tokens, rounds) in replay.by_prompt.items():

@@ -292,6 +292,63 @@ def test_no_weights_make_a_round_emit_more_than_depth_plus_one_tokens() -> None:
     assert replay.alpha == 4.0
 
 
+def markov_texts() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All texts of 12 tokens, each 0 or 1 by the one before: acceptances and weights, and how likely by either law."""
+    older, newer, q = (np.array([[same, 1.0 - same], [1.0 - same, same]]) for same in (0.6, 0.5, 0.8))
+    texts = np.array([(0, *text) for text in product(range(2), repeat=12)])
+    at = texts[:, :-1], texts[:, 1:]
+    accepted = np.minimum(1.0, q[at] / newer[at])
+    return accepted, newer[at] / older[at], np.stack([law[at].prod(axis=1) for law in (older, newer)])
+
+
+def rounds_of(c: np.ndarray, *, weighted: bool, depth: int = 3) -> Replay:
+    """Replay of texts [R, n] whose token i is accepted with c[:, i], whichever draft it is."""
+    R, n = c.shape
+    beside = np.concatenate((c, np.zeros((R, depth))), axis=1)
+    conditional = np.stack([beside[:, j : j + n] for j in range(depth)], axis=2)
+    return replay_rounds(conditional.reshape(R * n, depth), segments_of([n] * R), weighted=weighted)
+
+
+def test_positions_of_weighted_texts_are_those_of_every_text_counted() -> None:
+    """Of the rounds that came to a draft. Of all rounds the share is too low in such short texts, as α is."""
+    accepted, weights, (older, newer) = markov_texts()
+    every = rounds_of(accepted, weighted=False)
+    exact = newer @ every.accepted / (newer @ every.reached)
+    drawn = np.random.default_rng(1).choice(len(older), 4_000, p=older / older.sum())
+    found = rounds_of((accepted * weights)[drawn], weighted=True)
+    assert found.tells_positions
+    np.testing.assert_allclose(found.conditional_acceptance, exact, rtol=0.02)
+    blind = rounds_of(accepted[drawn], weighted=False).conditional_acceptance
+    assert np.all(blind > 1.04 * exact), "as the older law accepts more"
+
+
+def test_positions_that_one_rollouts_large_weights_make_are_not_told() -> None:
+    """The weights of three tokens multiply to 1,000: without the rule, all rounds would keep all their drafts."""
+    accepted, weights, (older, newer) = markov_texts()
+    every = rounds_of(accepted, weighted=False)
+    exact = newer @ every.accepted / (newer @ every.rounds)
+    for seed in range(20):
+        drawn = np.random.default_rng(seed).choice(len(older), 64, p=older / older.sum())
+        c = (accepted * weights)[drawn]
+        assert rounds_of(c, weighted=True).tells_positions
+        c[0, :3] = 10.0
+        spoiled = rounds_of(c, weighted=True)
+        assert exact[-1] < 0.85
+        assert spoiled.position_acceptance[-1] == 1.0
+        assert not spoiled.tells_positions
+        assert 1.0 <= spoiled.alpha <= 4.0
+
+
+def test_sums_that_rise_from_one_position_to_the_next_are_not_told() -> None:
+    """All rollouts alike: by their effective number nothing is wrong."""
+    assert not rounds_of(np.full((64, 7), 2.0), weighted=True).tells_positions
+    assert rounds_of(np.full((64, 7), 1.0), weighted=True).tells_positions
+    assert rounds_of(np.zeros((64, 7)), weighted=True).tells_positions, "nothing was accepted, of nobody"
+    assert rounds_of(np.eye(64, 7), weighted=True).tells_positions, (
+        "few rollouts accept a draft, and no more than one a round"
+    )
+
+
 @pytest.mark.parametrize("bad", [np.nan, -0.1])
 def test_an_impossible_weighted_probability_is_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="must lie in"):

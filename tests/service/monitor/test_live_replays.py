@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from service.monitor.live.replays import Replays, VersionReplay, _outlier, _spread
+from service.monitor.live.replays import Replays, VersionReplay, _outlier, _pooled, _spread
 from service.monitor.records import DrafterSums, ScoreRecord
 
 #: Tokens and rounds of prompts, the hardest in the middle.
@@ -93,3 +93,15 @@ def test_a_response_has_so_many_tokens_that_rounds_emit() -> None:
     record = ScoreRecord(served=sums, drafter_version="v", policy_version=1, rollouts=2, tokens=82)
     assert Replays([record, record]).response_tokens == 40.0
     assert Replays([]).response_tokens is None
+
+
+def test_replays_that_tell_no_positions_do_not_hide_those_of_the_others() -> None:
+    """A batch with a few large weights tells none."""
+    one = replay()
+    bare = VersionReplay(one.sums, (), ())
+    pooled = _pooled([one, bare, one])
+    assert pooled.rounds == 3 * one.rounds
+    assert pooled.accepted == pytest.approx([3 * n for n in one.accepted])
+    assert pooled.reached == pytest.approx([3 * n for n in one.reached])
+    assert _pooled([bare, bare]).accepted == _pooled([bare]).reached == ()
+    assert _pooled([one, VersionReplay(one.sums, (300.0,), (455.0,))]).accepted == (), "two depths"

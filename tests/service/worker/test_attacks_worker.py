@@ -287,3 +287,50 @@ def test_hostile_heads_drafters_and_reports_of_one_run_leave_the_other_one_train
     history = service.client.get("/drafters", params={"run": "lab"}).json()["history"]
     assert not [e for e in history if e["event"] == "published" and "sent by" in e["reason"]], "none is better"
     assert "Traceback" not in workers.log.read_text()
+
+
+def test_log_probabilities_that_abuse_the_weights_die_or_stay_in_bounds_and_touch_no_other_run(
+    bench: Bench, service: RunningService, workers: Nest, tmp_path: Path
+) -> None:
+    """One token of 12, drawn at a tenth of what the features say: a gap that is taken, at the largest weight."""
+    world, drafter = bench.world, bench.world.trained_drafter(tmp_path)
+    for run in ("honest", "evil"):
+        bench.register(world.run_file(drafter=drafter), run=run)
+    pid = workers.start(bench, settings={})
+
+    def lower(tensors: dict[str, Tensor]) -> None:
+        tensors["logprobs"][tensors["loss_mask"].bool().nonzero()[::12]] -= 2.4
+
+    def every(value: float) -> Change:
+        def change(tensors: dict[str, Tensor]) -> None:
+            tensors["logprobs"].fill_(value)
+
+        return change
+
+    lies: dict[str, Change] = {"sometimes tiny": lower} | {
+        str(value): every(value) for value in (-30.0, 0.0, 0.5, math.nan, -math.inf)
+    }
+    sent: dict[str, list[str]] = {"honest": [], "evil": []}
+    for number in range(3):
+        for name, change in lies.items():
+            for run in sent:
+                spoiled = change if run == "evil" else None
+                reply = service.post(world.rollout_file(f"{name} {number}", run=run, change=spoiled))
+                assert reply.status_code == 202, reply.text
+                sent[run].append(reply.json()["batch_id"])
+    bench.wait(
+        lambda: not any(b["state"] == "queued" for run in sent for b in states(bench, run, sent[run]).values()), 90
+    )
+    assert alive(pid)
+    assert errors(bench, ["honest", "evil"]) == {"honest": None, "evil": None}
+    ended = states(bench, "evil", sent["evil"])
+    for place, batch in enumerate(sent["evil"]):
+        taken = place % len(lies) == 0
+        assert ended[batch]["state"] == ("trained" if taken else "dead"), (place, ended[batch])
+    assert not any(b["state"] == "dead" for b in states(bench, "honest", sent["honest"]).values())
+    for record in Store(bench.redis, "evil").scores().values():
+        assert record.logprob_gap is None or 0.02 < record.logprob_gap < 0.25
+        for one in record.replayed or ():
+            assert one.sums.rounds > 0.0
+            assert list(one.accepted) == sorted(one.accepted, reverse=True)
+            assert all(n <= one.sums.rounds + 0.001 for n in one.accepted)

@@ -192,6 +192,11 @@ def test_a_score_tells_replay_by_prompt_as_engines_count_it_where_prompts_are_no
     assert turns == replace(
         replayed[0], version="v", by_prompt={f"{prompt}+": counts for prompt, counts in replayed[0].by_prompt.items()}
     ), "no engine has a prompt of that name"
+    whole = few.versions[replayed[0].version]
+    spoiled = replace(whole, accepted=whole.accepted + np.where(np.arange(whole.rollouts) == 0, 1000.0, 0.0)[:, None])
+    told, untold = (_replayed("v", found, prompts, told_apart=True) for found in (whole, spoiled))
+    assert told == replace(replayed[0], version="v")
+    assert untold == replace(told, accepted=(), reached=()), "one rollout's large weights make it"
     _, many = scored(bench, worker, "many", range(200, 300))
     assert [one.by_prompt for one in many.record.replayed or ()] == [{}] * len(replayed)
     assert [one.by_share for one in replayed] == [{}] * len(replayed)
