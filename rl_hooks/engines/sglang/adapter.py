@@ -201,7 +201,7 @@ class SGLangEngine(EngineHttp):
         before = self._loaded
         swaps = before[2] + 1 if before is not None and before[0] == started else 1
         self._loaded, self._is_swapped = (started, release.version, swaps), True
-        self._remember()
+        self._try_to_remember()
         return sha256
 
     def _check_alone(self, info: Mapping[str, Any]) -> None:
@@ -217,8 +217,8 @@ class SGLangEngine(EngineHttp):
 
     # --- the sequence
     async def _update(self, release: Release, outcome: Path, ranks: int) -> None:
+        self._mark("paused")  # before the call, so that it is known even if the agent is killed now
         try:
-            self._mark("paused")  # before the call, so that it is known even if the agent is killed now
             await self._post("/pause_generation", {"mode": "in_place"})
             await self._begin()
             try:
@@ -306,9 +306,26 @@ class SGLangEngine(EngineHttp):
         self._mark(None)
 
     def _mark(self, left: str | None) -> None:
-        """Record the server's state, for the next agent if this one dies now."""
-        self._left = left
-        self._remember()
+        """Record the server's state, for the next agent if this one dies now.
+
+        Raises OSError where that cannot be written before anything was done to the server: then nothing may be.
+        """
+        before, self._left = self._left, left
+        if before is not None:
+            self._try_to_remember()
+            return
+        try:
+            self._remember()
+        except OSError:
+            self._left = None  # else it would be tidied up, which ends a pause of the trainer's
+            raise
+
+    def _try_to_remember(self) -> None:
+        """For what has been done already: a full disk must not keep it from its end."""
+        try:
+            self._remember()
+        except OSError as error:
+            log.warning("%s: the agent's memory of it could not be written: %s", self.url, error)
 
     def _remember(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -337,7 +354,7 @@ def judged(url: str, release: Release, said: Sequence[Mapping[str, Any]], ranks:
     if failed or len(said) < ranks or not all(one.get("ok") for one in said):
         silent = (
             f"{len(said)} of {ranks} ranks wrote an outcome; see the server's log, and whether its "
-            f"DRAFTALIGN_DRAFTER_DIR holds {release.path}"
+            f"DRAFTALIGN_DRAFTER_DIR holds {release.path} and has room"
         )
         reason = failed[0] if failed else silent
         raise EngineError(f"{url} did not load {release.version}: {reason}")
