@@ -92,7 +92,7 @@ class SGLangEngine(EngineHttp):
         self._loaded: tuple[str, str, int] | None = None  # identity of the process, version, swaps
         self._left: str | None = None  # how an interrupted swap left the server: "paused", or paused with a "session"
         self._left_in: str | None = None  # identity of the process that it was in
-        self._depth = 0
+        self._depth: int | None = None  # until `state` was asked
         self._is_swapped = False  # this process of the server has taken a drafter
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             document = json.loads(self._memory.read_text())  # of an earlier agent; else the newest is loaded once more
@@ -150,7 +150,7 @@ class SGLangEngine(EngineHttp):
             counted = _total(samples, rounds.ROUNDS)
             positions = per_position(samples, rounds.ACCEPTED) if rounds.ACCEPTED in samples else ()
             accepted = sum(positions)
-            return self._snapshot(counted, counted + accepted, positions, requests)
+            return await self._snapshot(counted, counted + accepted, positions, requests)
         if GENERATED not in samples:
             raise MetricsError(f"the engine's /metrics has no {GENERATED}; start SGLang with --enable-metrics")
         # The other two appear with the first request.
@@ -162,13 +162,15 @@ class SGLangEngine(EngineHttp):
                 "pip; SGLANG_PLUGINS, where it is set, must name draftalign; then restart the server. "
                 "If it is installed, the server's log says why it does not count"
             )
-        return self._snapshot(counted, generated - finished, (), requests)
+        return await self._snapshot(counted, generated - finished, (), requests)
 
-    def _snapshot(
+    async def _snapshot(
         self, counted: int, emitted: int, positions: tuple[int, ...], requests: tuple[int | None, ...]
     ) -> Snapshot:
+        if self._depth is None:  # else what was drafted would be fewer than an earlier agent has counted
+            await self.state()
         accepted = max(emitted - counted, 0)
-        drafted = max(counted * self._depth, accepted)
+        drafted = max(counted * (self._depth or 0), accepted)
         finished, running = requests
         return Snapshot(
             Counts(

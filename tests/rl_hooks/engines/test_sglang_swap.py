@@ -710,6 +710,10 @@ def test_counters_are_booked_under_the_version_and_the_trainers_policy(
     report = service.last_report(version, 7)
     assert (report["emitted_tokens"], report["accepted_tokens"], report["drafted_tokens"]) == (250, 150, 300)
     assert report["accepted_per_position"] == [80, 50, 20]
+    server.play(rounds=10, accepted=(8, 5, 2))  # while there is no agent
+    with agent(service, server, home, canary=CanaryRule(rounds=0)):
+        eventually(lambda: service.last_report(version, 7).get("rounds") == 110)
+    assert service.last_report(version, 7)["drafted_tokens"] == 330, "the next agent's first look knows the depth too"
 
 
 def test_a_request_that_runs_over_a_swap_is_booked_in_parts(
@@ -830,7 +834,9 @@ def test_requests_are_told_where_a_counter_can_have_that_value_and_rounds_count_
     page += f"sglang:num_requests_total {ended}\nsglang:num_running_reqs {runs}\n"
     body = httpx.ByteStream(page.encode())
     client = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(200, stream=body)))
-    counts = asyncio.run(SGLangEngine("http://engine", client, tmp_path).snapshot()).counts
+    engine = SGLangEngine("http://engine", client, tmp_path)
+    engine._depth = 3  # as `state` has found it
+    counts = asyncio.run(engine.snapshot()).counts
     assert (counts.rounds, counts.finished_requests, counts.running_requests) == (20, *told)
 
 
