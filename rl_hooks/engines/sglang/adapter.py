@@ -92,7 +92,7 @@ class SGLangEngine(EngineHttp):
         self._loaded: tuple[str, str, int] | None = None  # identity of the process, version, swaps
         self._left: str | None = None  # how an interrupted swap left the server: "paused", or paused with a "session"
         self._left_in: str | None = None  # identity of the process that it was in
-        self._depth = 0
+        self._depth: int | None = None  # until `state` was asked
         self._is_swapped = False  # this process of the server has taken a drafter
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             document = json.loads(self._memory.read_text())  # of an earlier agent; else the newest is loaded once more
@@ -150,7 +150,7 @@ class SGLangEngine(EngineHttp):
             counted = _total(samples, rounds.ROUNDS)
             positions = per_position(samples, rounds.ACCEPTED) if rounds.ACCEPTED in samples else ()
             accepted = sum(positions)
-            return self._snapshot(counted, counted + accepted, positions, requests)
+            return await self._snapshot(counted, counted + accepted, positions, requests)
         if GENERATED not in samples:
             raise MetricsError(f"the engine's /metrics has no {GENERATED}; start SGLang with --enable-metrics")
         # The other two appear with the first request.
@@ -162,13 +162,15 @@ class SGLangEngine(EngineHttp):
                 "pip; SGLANG_PLUGINS, where it is set, must name draftalign; then restart the server. "
                 "If it is installed, the server's log says why it does not count"
             )
-        return self._snapshot(counted, generated - finished, (), requests)
+        return await self._snapshot(counted, generated - finished, (), requests)
 
-    def _snapshot(
+    async def _snapshot(
         self, counted: int, emitted: int, positions: tuple[int, ...], requests: tuple[int | None, ...]
     ) -> Snapshot:
+        if self._depth is None:  # else what was drafted would be fewer than an earlier agent has counted
+            await self.state()
         accepted = max(emitted - counted, 0)
-        drafted = max(counted * self._depth, accepted)
+        drafted = max(counted * (self._depth or 0), accepted)
         finished, running = requests
         return Snapshot(
             Counts(
@@ -201,7 +203,7 @@ class SGLangEngine(EngineHttp):
         before = self._loaded
         swaps = before[2] + 1 if before is not None and before[0] == started else 1
         self._loaded, self._is_swapped = (started, release.version, swaps), True
-        self._remember()
+        self._try_to_remember()
         return sha256
 
     def _check_alone(self, info: Mapping[str, Any]) -> None:
@@ -217,8 +219,8 @@ class SGLangEngine(EngineHttp):
 
     # --- the sequence
     async def _update(self, release: Release, outcome: Path, ranks: int) -> None:
+        self._mark("paused")  # before the call, so that it is known even if the agent is killed now
         try:
-            self._mark("paused")  # before the call, so that it is known even if the agent is killed now
             await self._post("/pause_generation", {"mode": "in_place"})
             await self._begin()
             try:
@@ -306,9 +308,26 @@ class SGLangEngine(EngineHttp):
         self._mark(None)
 
     def _mark(self, left: str | None) -> None:
-        """Record the server's state, for the next agent if this one dies now."""
-        self._left = left
-        self._remember()
+        """Record the server's state, for the next agent if this one dies now.
+
+        Raises OSError where that cannot be written before anything was done to the server: then nothing may be.
+        """
+        before, self._left = self._left, left
+        if before is not None:
+            self._try_to_remember()
+            return
+        try:
+            self._remember()
+        except OSError:
+            self._left = None  # else it would be tidied up, which ends a pause of the trainer's
+            raise
+
+    def _try_to_remember(self) -> None:
+        """For what has been done already: a full disk must not keep it from its end."""
+        try:
+            self._remember()
+        except OSError as error:
+            log.warning("%s: the agent's memory of it could not be written: %s", self.url, error)
 
     def _remember(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -337,7 +356,7 @@ def judged(url: str, release: Release, said: Sequence[Mapping[str, Any]], ranks:
     if failed or len(said) < ranks or not all(one.get("ok") for one in said):
         silent = (
             f"{len(said)} of {ranks} ranks wrote an outcome; see the server's log, and whether its "
-            f"DRAFTALIGN_DRAFTER_DIR holds {release.path}"
+            f"DRAFTALIGN_DRAFTER_DIR holds {release.path} and has room"
         )
         reason = failed[0] if failed else silent
         raise EngineError(f"{url} did not load {release.version}: {reason}")

@@ -68,8 +68,11 @@ def load_drafter(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) 
     def load() -> dict[str, Any]:
         request = parse_request(named_tensors)
         home = _home()
-        told["directory"] = _inside(home, request["outcome"])
         told["version"] = request["version"]
+        told["path"] = path = _inside(home, request["outcome"]) / f"{os.getpid()}.json"
+        # First: what is loaded and cannot be told would be counted as the drafter before it. The agent deletes the
+        # directory when it waits no longer, as for a server that was paused.
+        _write(path, {"ok": False, "failed": "the loader did not come to its end", "version": request["version"]})
         if OWNER.refusal is not None:
             raise DrafterRefusedError(OWNER.refusal)
         if MEMORY.released:
@@ -80,8 +83,11 @@ def load_drafter(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) 
         return {"sha256": sha256}
 
     outcome = outcome_of(load)
-    if (directory := told.pop("directory", None)) is not None:
-        _write(directory / f"{os.getpid()}.json", outcome | told)
+    if (path := told.pop("path", None)) is not None:
+        try:
+            _write(path, outcome | told)
+        except OSError:
+            log.exception("draftalign: the agent cannot be told what became of its drafter")
 
 
 def outcome_of(act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -249,8 +255,4 @@ def _check_arrived(own: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor
 
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(document).encode(), durable=False)
-    except OSError:
-        log.exception("draftalign: the agent cannot be told what became of its drafter")
+    replace_file(path, json.dumps(document).encode(), durable=False)

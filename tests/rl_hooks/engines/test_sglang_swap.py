@@ -11,9 +11,11 @@ import io
 import json
 import os
 import random
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -708,6 +710,10 @@ def test_counters_are_booked_under_the_version_and_the_trainers_policy(
     report = service.last_report(version, 7)
     assert (report["emitted_tokens"], report["accepted_tokens"], report["drafted_tokens"]) == (250, 150, 300)
     assert report["accepted_per_position"] == [80, 50, 20]
+    server.play(rounds=10, accepted=(8, 5, 2))  # while there is no agent
+    with agent(service, server, home, canary=CanaryRule(rounds=0)):
+        eventually(lambda: service.last_report(version, 7).get("rounds") == 110)
+    assert service.last_report(version, 7)["drafted_tokens"] == 330, "the next agent's first look knows the depth too"
 
 
 def test_a_request_that_runs_over_a_swap_is_booked_in_parts(
@@ -828,7 +834,9 @@ def test_requests_are_told_where_a_counter_can_have_that_value_and_rounds_count_
     page += f"sglang:num_requests_total {ended}\nsglang:num_running_reqs {runs}\n"
     body = httpx.ByteStream(page.encode())
     client = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(200, stream=body)))
-    counts = asyncio.run(SGLangEngine("http://engine", client, tmp_path).snapshot()).counts
+    engine = SGLangEngine("http://engine", client, tmp_path)
+    engine._depth = 3  # as `state` has found it
+    counts = asyncio.run(engine.snapshot()).counts
     assert (counts.rounds, counts.finished_requests, counts.running_requests) == (20, *told)
 
 
@@ -860,9 +868,10 @@ def test_the_loader_reads_and_writes_only_where_it_may(server: SGLangServer, hom
     drafter_files(tmp_path / "outside", 1)
     before = server.models[0].weights()
     for path, outcome in ((tmp_path / "outside", home / "o"), (inside.path, tmp_path / "o")):
+        outcome.mkdir()
         request = {"path": str(path), "version": "v", "outcome": str(outcome), "sha256": {}}
         load_drafter(server.models[0], Unpickler(io.BytesIO(base64.b64decode(request_payload(request)))).load())
-    assert not (tmp_path / "o").exists()
+    assert list((tmp_path / "o").iterdir()) == []
     said = json.loads(next((home / "o").iterdir()).read_text())
     assert "not under DRAFTALIGN_DRAFTER_DIR" in said["failed"]
     assert all(torch.equal(now, before[name]) for name, now in server.models[0].weights().items())
@@ -880,3 +889,76 @@ def test_two_starts_are_told_apart() -> None:
     assert process_identity(info) != process_identity(info | {"random_seed": 2})
     with pytest.raises(EngineError, match="startup_time"):
         process_identity({})
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process can grow meanwhile: neither the agent's, nor those of the server's loader."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_while_the_disk_is_full_nothing_is_paused_and_a_trainers_pause_stands(server: SGLangServer, home: Path) -> None:
+    offered = release(home, "one", 1)
+    server.paused = True  # by a trainer, whose session is still to come
+
+    async def run() -> None:
+        async with httpx.AsyncClient() as client:
+            engine = SGLangEngine(server.url, client, home / "default")
+            with full_disk():
+                for _ in range(2):
+                    with pytest.raises(OSError, match="File too large"):
+                        await engine.swap(offered)
+                    assert not (await engine.state()).loaded
+            assert server.calls == []
+            server.paused = False
+            assert await engine.swap(offered) is not None
+            assert (await engine.state()).version == "one"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_tensor", "/end_weight_update"])
+def test_a_disk_that_fills_amid_a_swap_leaves_the_server_running_and_the_agent_with_what_it_has(
+    server: SGLangServer, home: Path, path: str
+) -> None:
+    """What cannot be told is not loaded: its rounds would be booked for the drafter before it."""
+    offered, late = release(home, "one", 1), path == "/end_weight_update"
+
+    async def run() -> None:
+        async with httpx.AsyncClient() as client:
+            engine = SGLangEngine(server.url, client, home / "default")
+            original = engine._post
+
+            async def post(called: str, *arguments: Any, **options: Any) -> None:
+                if called == path:
+                    stack.enter_context(full_disk())
+                await original(called, *arguments, **options)
+
+            engine._post = post  # type: ignore[method-assign, assignment]
+            with ExitStack() as stack:
+                if late:
+                    assert await engine.swap(offered) is not None
+                else:
+                    with pytest.raises(EngineError, match=r"wrote an outcome; .* and has room"):
+                        await engine.swap(offered)
+                assert (await engine.state()).loaded == late
+            assert serves(server, {"model.safetensors": (offered.path / "model.safetensors").read_bytes()}) == late
+
+    asyncio.run(run())
+    assert (server.session, server.paused, server.violations) == (None, False, [])
+
+
+def test_a_load_that_comes_when_its_agent_waits_no_longer_changes_nothing(server: SGLangServer, home: Path) -> None:
+    """A server that was paused does what it was asked minutes ago, and by then the agent may have swapped again."""
+    model, offered = server.models[0], release(home, "one", 1)
+    before = {name: weight.clone() for name, weight in model.weights().items()}
+    gone = home / "default/engines/swap-gone"
+    request = {"path": str(offered.path), "version": "one", "outcome": str(gone), "sha256": {}}
+    load_drafter(model, Unpickler(io.BytesIO(base64.b64decode(request_payload(request)))).load())
+    assert all(torch.equal(now, before[name]) for name, now in model.weights().items())
+    assert not gone.exists()
