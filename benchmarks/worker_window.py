@@ -41,6 +41,7 @@ from drafter.policy import TargetHead
 from drafter.training.trainer import DrafterTrainer
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.sending.features import score_rows
+from service.memory import return_freed_memory
 from service.monitor.controller import Action, Controller, Decision
 from service.worker.checkpoint import WorkerCheckpoint
 from service.worker.journal import Journal
@@ -79,6 +80,7 @@ def main() -> int:
             profiled = options.profile is not None and number == options.batches
             with _profile(options.profile) if profiled else _nothing() as found:
                 spent = meter.of(run.worker.cycle)
+            return_freed_memory()  # as a worker's process does once a minute: what is left is kept
             resident = Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]
             turns.append({"kind": kind, "seconds": spent, "resident_mib": int(resident) // 1024, **found})
             line = f"turn {number}, {kind}: {sum(spent.values()):.2f} s, {turns[-1]['resident_mib']} MiB resident"

@@ -60,11 +60,12 @@ class FollowedRun:
             return partial(self._train, self._task(order["train"]), config)
         whole = self._read(asked["file"], tuple(asked["known"]))
         policy = self._target.with_head(*asked["head"])
-        published = {name: self._lineage.version(name) for name in asked["drafters"] if name != CANDIDATE}
+        replayed: dict[str, str] = asked["drafters"]  # as `Lineage.replayed` has it on rank 0
+        published = {name: self._lineage.version(name) for name in replayed.values() if name != CANDIDATE}
 
         def score() -> None:
             candidate = self._follow(config).drafter
-            drafters = {name: published.get(name, candidate) for name in asked["drafters"]}
+            drafters = {name: published.get(equal, candidate) for name, equal in replayed.items()}
             score_shared(self._ranks, drafters, policy, whole, ScoreOrder(**asked["how"]))
 
         return score

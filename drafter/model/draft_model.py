@@ -28,6 +28,8 @@ class DraftModel(nn.Module, ABC):
     kind: ClassVar[DrafterKind]
     config: DrafterConfig | MtpConfig
     vocabulary: DraftVocabulary
+    #: Weights that it reads as they are stored, whatever it computes in.
+    as_stored: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -63,3 +65,18 @@ class DraftModel(nn.Module, ABC):
     @abstractmethod
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Target token ids of draft ids."""
+
+
+def computes_alike(one: DraftModel, other: DraftModel, dtype: torch.dtype | None = None) -> bool:
+    """Whether two drafters of one configuration and vocabulary compute the same to the bit, because weights are equal.
+
+    They compute in `dtype` (default: as stored). Small weights are compared first: a training moves every number, so
+    drafters that differ are told apart by a few of them.
+    """
+    theirs = dict(other.named_parameters())
+    for name, ours in sorted(one.named_parameters(), key=lambda named: named[1].numel()):
+        cast = dtype if dtype and name not in one.as_stored else torch.promote_types(ours.dtype, theirs[name].dtype)
+        if not torch.equal(ours.to(cast), theirs[name].to(cast)):
+            return False
+    buffers = dict(other.named_buffers())
+    return all(torch.equal(ours, buffers[name]) for name, ours in one.named_buffers())

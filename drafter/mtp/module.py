@@ -65,6 +65,7 @@ class MtpDrafter(DraftModel):
     """The MTP module of one policy, whose embedding and head it drafts with."""
 
     kind = "mtp"
+    as_stored = frozenset({"mlp.gate.weight"})
     config: MtpConfig
 
     def __init__(self, config: MtpConfig) -> None:

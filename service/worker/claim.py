@@ -159,15 +159,21 @@ class ClaimScorer:
         self, loaded: Loaded, roles: Mapping[str, tuple[str, DraftModel]], policy: Policy
     ) -> tuple[Loaded, SharedScore]:
         """Check and replay the sound rollouts of the batch, with the other ranks if there are any."""
-        looked = self._looked(loaded)  # before the ranks are led: what fails here fails on this one alone
+        # Before the ranks are led: what fails here fails on this one alone.
+        looked, replayed = self._looked(loaded), self._lineage.replayed(dict(roles.values()))
         try:
             with self._lineage.needed_trainer.ranks.in_step():
-                return loaded, self._led(loaded, looked, roles, policy)
+                return loaded, self._led(loaded, looked, roles, replayed, policy)
         except NotFinite as found:  # several ranks screen as they score
             return self._shared(loaded.sound(found), roles, policy)
 
     def _led(
-        self, loaded: Loaded, looked: Sequence[int], roles: Mapping[str, tuple[str, DraftModel]], policy: Policy
+        self,
+        loaded: Loaded,
+        looked: Sequence[int],
+        roles: Mapping[str, tuple[str, DraftModel]],
+        replayed: Mapping[str, str],
+        policy: Policy,
     ) -> SharedScore:
         """Check and replay the batch; other ranks are told to (`service.ranks.FollowedRun`)."""
         ranks, drafters = self._lineage.needed_trainer.ranks, dict(roles.values())
@@ -181,9 +187,10 @@ class ClaimScorer:
         )
         if ranks.world > 1:
             head = self._target.head_of(loaded.batch.policy_version, batch=loaded.path)
-            file = {"file": loaded.path.name, "known": loaded.left_out, "head": head, "drafters": list(drafters)}
+            file = {"file": loaded.path.name, "known": loaded.left_out, "head": head, "drafters": replayed}
             self._lineage.lead({"score": {"how": asdict(order), **file}})
-        return score_shared(ranks, drafters, policy, loaded.batch, order)
+        distinct = {name: drafters[equal] for name, equal in replayed.items()}
+        return score_shared(ranks, distinct, policy, loaded.batch, order)
 
     def _comparison(self, fresh: Sequence[Loaded]) -> Comparison:
         """How a claim's newest rollouts are scored.

@@ -18,7 +18,7 @@ from drafter.device import is_device_fault, is_out_of_memory, working_dtype
 from drafter.errors import DrafterError
 from drafter.files.checkpoint import config_fingerprint
 from drafter.files.kinds import read_kind, write_kind
-from drafter.model.draft_model import DraftModel
+from drafter.model.draft_model import DraftModel, computes_alike
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.policy import Policy
 from drafter.replay.acceptance import Replay
@@ -62,6 +62,7 @@ class Lineage:
         self._device = torch.device(settings.device)
         self._versions: OrderedDict[str, DraftModel] = OrderedDict()
         self._verified: dict[str, bool] = {}  # by version, as of when it was looked at
+        self._equal: dict[tuple[str, str], tuple[int, bool]] = {}  # by two names: windows trained, equal weights
         self.trainer: DrafterTrainer | None = None
         self.token_counts = torch.zeros(target.vocab_size, dtype=torch.int64)  # [V], until there is a draft vocabulary
 
@@ -149,6 +150,7 @@ class Lineage:
             compute_dtype="bfloat16" if working_dtype(self._device) is torch.bfloat16 else "float32",
         )
         self.trainer = DrafterTrainer(drafter.to(self._device), config, current())
+        self._equal.clear()
         return self.trainer
 
     def check_vocabulary(self) -> None:
@@ -264,6 +266,26 @@ class Lineage:
         """What a batch is scored with: role -> (version, drafter). `versions`: by role. `candidate`: with that, too."""
         roles = {CANDIDATE: (CANDIDATE, self.candidate)} if candidate else {}
         return roles | {role: (one, self.version(one)) for role, one in versions.items() if one is not None}
+
+    def replayed(self, drafters: Mapping[str, DraftModel]) -> dict[str, str]:
+        """Of each drafter the name under which it is replayed: its own, or that of one before it with equal weights.
+
+        The candidate comes last: until it is trained it is what was published.
+        """
+        found: dict[str, str] = {}
+        for name in sorted(drafters, key=lambda name: name == CANDIDATE):
+            distinct = (one for one in found.values() if self._are_equal(one, name, drafters))
+            found[name] = next(distinct, name)
+        return {name: found[name] for name in drafters}
+
+    def _are_equal(self, one: str, other: str, drafters: Mapping[str, DraftModel]) -> bool:
+        """Compared once for each state of the candidate: a failed training ends this lineage (`RunWorker`)."""
+        windows = self.needed_trainer.windows if CANDIDATE in (one, other) else 0
+        known = self._equal.get((one, other))
+        if known is None or known[0] != windows:
+            found = computes_alike(drafters[one], drafters[other], working_dtype(self._device))
+            known = self._equal[one, other] = windows, found
+        return known[1]
 
     def version(self, version: str) -> DraftModel:
         """A published drafter, from a small cache. Raises RegistryError where its files are not as published."""

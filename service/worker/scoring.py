@@ -71,7 +71,8 @@ def replay_each(
 ) -> dict[str, Replay]:
     """Replay a batch with each drafter, drafting for `policy`. Features are copied to its device once for all.
 
-    Where memory runs out, the rollouts of that group are replayed fewer at a time, and in the end one by one.
+    One that has several names is replayed once. Where memory runs out, the rollouts of that group are replayed fewer
+    at a time, and in the end one by one.
     """
     found: dict[str, list[Replay]] = {name: [] for name in drafters}
     waiting = [*batch.groups(TOKENS_AT_ONCE)][::-1]
@@ -94,7 +95,9 @@ def _replay_group(
     drafters: Mapping[str, DraftModel], policy: Policy, group: RolloutBatch, depth: int, drafting: Drafting
 ) -> dict[str, Replay]:
     moved = group.to(policy.embed_tokens.device)  # freed at the end, also by an error: fewer rollouts need the memory
-    return {name: replay(one, moved, policy, depth=depth, drafting=drafting) for name, one in drafters.items()}
+    distinct = dict.fromkeys(drafters.values())
+    found = {one: replay(one, moved, policy, depth=depth, drafting=drafting) for one in distinct}
+    return {name: found[one] for name, one in drafters.items()}
 
 
 @dataclass(frozen=True, slots=True)

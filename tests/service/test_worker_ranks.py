@@ -154,6 +154,31 @@ def test_two_ranks_learn_what_one_process_learns(tmp_path: Path, redis_url: str)
     assert two["counts"]["windows"] > 5
 
 
+def test_all_ranks_replay_a_candidate_that_is_what_was_published_once(tmp_path: Path, redis_url: str) -> None:
+    """Rank 0 says so: the first batch is scored before any training, the others after it."""
+
+    def count(rank: int) -> None:
+        def counted(*arguments: Any, **named: Any) -> Any:
+            with (tmp_path / f"replays {rank}").open("a") as file:
+                file.write(".")
+            return replay(*arguments, **named)
+
+        vars(service.worker.scoring)["replay"] = counted
+
+    def three(bench: Bench) -> None:
+        bench.begin()
+        for name in "abc":
+            bench.post(name)
+
+    changes = ADAMW | {"claim_tokens": 1}
+    with Bench(tmp_path / "two", redis_url, **changes) as bench:
+        three(bench)
+        assert run_ranks(bench, lambda: bench.drain(bench.worker()), count) == 0
+        two = outcome(bench)
+    assert [(tmp_path / f"replays {rank}").read_text() for rank in range(2)] == ["." * (1 + 2 + 2)] * 2
+    assert_alike(one_process(tmp_path / "one", redis_url, three, **changes), two)
+
+
 def spoilt(bench: Bench) -> None:
     """Batches without normalisers and with; of those that are bad, the bad rows are of another rank's pieces each."""
     bench.begin()
