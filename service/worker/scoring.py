@@ -43,7 +43,7 @@ _GAP = (
 )
 #: Mean gap of log-probabilities, in nats, from which on other weights than the features' drew the tokens.
 _GAP_OF_OTHERS = 0.02
-#: Older weights' tokens are weighed where their gap is so many times that of the newest weights' own.
+#: Older weights' tokens are weighed where their gap exceeds the newest weights' own by this factor.
 _MORE_OFF = 2.0
 #: Of each prompt's rollouts one in four stands for all, but two at least.
 _SIBLINGS_FOR_ONE, _FEWEST_SIBLINGS = 4, 2
