@@ -223,9 +223,9 @@ def aged(world: str, seed: int, off: float) -> tuple[TargetHead, RolloutBatch]:
         return head, replace(late, older=said)
     if world == "wrong":
         return head, replace(late, older=torch.zeros_like(said))
-    if world == "mixed":  # half was drawn by the head's own law: its log-probabilities are the head's
+    if world == "mixed":  # half was drawn by the head's own law: its log-probabilities are the head's, rounded
         recomputed = head.token_logprobs(late, mine)
-        return head, replace(late, older=said & ~mine, logprobs=torch.where(mine, recomputed, late.logprobs))
+        return head, replace(late, older=said & ~mine, logprobs=torch.where(mine, recomputed - 0.005, late.logprobs))
     return head, replace(late, older=said & ~mine)  # "wrong and mixed": the newest ones are as far off
 
 
