@@ -76,6 +76,7 @@ class RolloutBatch:
     last_scale: Tensor | None = None  # f32[rows of last_hidden, 1], as `aux_scale`
     log_weights: Tensor | None = None  # f32[T], log of a token's probability over that by which it was drawn; None: 0
     aux_rows: Tensor | None = None  # int64[T], the row of aux_hidden and aux_scale of each token; None: one each
+    older: Tensor | None = None  # bool[T], whether older weights than the features' may have drawn it; None: not known
 
     def __post_init__(self) -> None:
         """Raise `DrafterError` where the tensors do not belong together. Shapes only: no device is asked."""
@@ -105,7 +106,7 @@ class RolloutBatch:
 
     def _tensors(self) -> dict[str, Tensor]:
         """What every selection, packing and copy takes along: rows of tokens, and of `last_hidden`."""
-        some = (name for name in (*_SCALES.values(), "log_weights") if getattr(self, name) is not None)
+        some = (name for name in (*_SCALES.values(), "log_weights", "older") if getattr(self, name) is not None)
         return {name: getattr(self, name) for name in (*_PER_TOKEN, *some)}
 
     def _shares(self, name: str) -> bool:
@@ -314,8 +315,8 @@ def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
     header = wire.check_rollout_header(file.header)
     ids, starts, mask = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
     V = np.iinfo(np.int32).max if vocab_size is None else vocab_size
-    rows = file.array("aux_rows") if "aux_rows" in file else None
-    wire.check_index(header, ids, starts, mask, V, rows)
+    rows, behind = (file.array(name) if name in file else None for name in wire.OPTIONAL_TENSORS)
+    wire.check_index(header, ids, starts, mask, V, rows, behind)
     found = _mapped(path, file)
     return RolloutBatch(
         input_ids=torch.from_numpy(ids.astype(np.int64)),
@@ -326,6 +327,7 @@ def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
         aux_scale=found.get("aux_hidden_scale"),
         last_scale=found.get("last_hidden_scale"),
         aux_rows=None if rows is None else torch.from_numpy(rows.astype(np.int64)),
+        older=None if behind is None else torch.from_numpy(behind > 0),
         logprobs=torch.from_numpy(file.array("logprobs").astype(np.float32)),
         logsumexp=_normalisers(file, header, mask),
         temperature=header.temperature,

@@ -126,13 +126,27 @@ class TargetHead:
     def weighed(self, batch: RolloutBatch, fill: Fill = fill_alone) -> RolloutBatch:
         """The batch with the weights of its tokens: this policy's probability over the sampler's, at most 10.
 
-        Older weights drew them, as in asynchronous RL. Where that law is not known (greedy or truncated sampling, or a
-        head without the token's row) nothing is weighed.
+        Older weights drew them, as in asynchronous RL; what these weights drew (`batch.older`) weighs 1. Where that law
+        is not known (greedy or truncated sampling, or a head without the token's row) nothing is weighed.
         """
         if batch.warped or batch.temperature == 0:
             return batch
         weights = self.token_logprobs(batch, batch.loss_mask, fill) - batch.logprobs
+        if batch.older is not None:
+            weights = weights.masked_fill(~batch.older, 0.0)
         return replace(batch, log_weights=weights.nan_to_num(nan=0.0).clamp(max=_MOST_LOG_WEIGHT))
+
+    def gaps_by_age(self, batch: RolloutBatch, fill: Fill = fill_alone) -> tuple[float | None, float | None]:
+        """Mean |recomputed - logged| log p of what these weights drew, and of what older ones may have drawn, in nats.
+
+        None where nobody tells which is which, of fewer than 32 tokens, and of greedy or truncated sampling.
+        """
+        if batch.older is None or batch.warped or batch.temperature == 0:
+            return None, None
+        off = (self.token_logprobs(batch, batch.loss_mask, fill) - batch.logprobs).abs().double()
+        known = ~off.isnan()
+        newest, older = off[known & ~batch.older], off[known & batch.older]
+        return _mean(newest), _mean(older)
 
     def logprob_gap(
         self, batch: RolloutBatch, limit: float = 0.0, *, fill: Fill = fill_alone, seed: int | None = None
@@ -186,6 +200,10 @@ class TargetHead:
                 table[:, number] = logits.logsumexp(-1).cpu()
 
         return fill(table, [partial(compute, number, part) for number, part in enumerate(parts)])
+
+
+def _mean(off: Tensor) -> float | None:
+    return float(off.mean()) if off.numel() >= _WHOLE_TOKENS else None
 
 
 def _off(logits: Tensor, batch: RolloutBatch, t: Tensor) -> float:

@@ -19,6 +19,10 @@ A file may hold the states of a prompt that several of its rollouts share once: 
 a reader refuses those that it does not know. A service says which it takes, as `optional_tensors` of its answers
 (`OPTIONAL_TENSORS`); a sender uses none that it has not heard of.
 
+In asynchronous RL older weights may have drawn tokens. `versions_behind` says of each response token how many policy
+versions, at most, its sampler's weights were behind the features' (`policy_version_max`): 0 where these drew it, for
+sure. It may rise and fall within a rollout, whose turns several engines may have served. Absent: not known.
+
 A trainer may say which of its starts sends: `session`, the same in the registration, in heads and in the rollouts of
 all ranks, and in rollouts `session_began`, the first policy version that the start had rollouts of. Then the service
 does not guess where a restarted trainer's attempt begins.
@@ -55,7 +59,7 @@ from rl_hooks.format.container import parts_bytes as parts_bytes
 LastRows = Literal["all", "predicting"]
 FORMATS: Final[Mapping[LastRows, str]] = {"all": "draftalign.rollouts.v1", "predicting": "draftalign.rollouts.v2"}
 #: Tensors that a rollout file of any format may hold or not, and that older readers do not know.
-OPTIONAL_TENSORS: Final = ("aux_rows",)
+OPTIONAL_TENSORS: Final = ("aux_rows", "versions_behind")
 #: Names of runs: no braces (they mark Redis hash tags), no slashes, no leading dot, at most 64 characters.
 RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 #: Identity of one start of a trainer, the same on all of its ranks: a random one.
@@ -268,6 +272,8 @@ def _check_rollout_tensors(header: Header, last_rows: LastRows, aux_count: int, 
 
     T = take("input_ids", ("I32",), (None,)).shape[0]
     shared = "aux_rows" in tensors and take("aux_rows", ("I32",), (T,)) is not None
+    if "versions_behind" in tensors:
+        take("versions_behind", ("I32",), (T,))
     take("cu_seqlens", ("I32",), (ids + 1,))
     take("loss_mask", ("U8",), (T,))
     take("logprobs", ("F32",), (T,))
@@ -295,10 +301,12 @@ def check_index(
     loss_mask: npt.NDArray[np.uint8],
     vocab_size: int,
     aux_rows: npt.NDArray[np.int32] | None = None,
+    versions_behind: npt.NDArray[np.int32] | None = None,
 ) -> None:
     """Verify the integer tensors: boundaries, token ids inside the vocabulary, mask of zeros and ones.
 
-    And that `last_hidden` has the rows that the mask asks for, `aux_hidden` those that `aux_rows` names.
+    And that `last_hidden` has the rows that the mask asks for, `aux_hidden` those that `aux_rows` names; and that
+    `versions_behind` names policy versions from 0 on, of response tokens only.
     """
     T = header.tokens
     if T == 0:
@@ -320,6 +328,15 @@ def check_index(
         named = np.unique(aux_rows)
         if len(named) != held or named[0] != 0 or named[-1] != held - 1:
             raise WireError("aux_rows", f"must name each of the {held} rows of aux_hidden at least once, and no other")
+    if versions_behind is not None:
+        if int(versions_behind.min()) < 0 or int(versions_behind.max()) > header.policy_version_max:
+            raise WireError(
+                "versions_behind",
+                f"must be from 0 to policy_version_max ({header.policy_version_max}), got {versions_behind.min()} to "
+                f"{versions_behind.max()}: how many versions older the weights were that drew the token",
+            )
+        if bool(versions_behind[loss_mask == 0].any()):
+            raise WireError("versions_behind", "must be 0 at tokens that the policy did not generate")
     rows = header.header.tensors["last_hidden"].shape[0]
     generated = len(predicting_rows(loss_mask))
     if header.last_rows == "predicting" and rows != generated:

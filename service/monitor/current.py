@@ -17,6 +17,7 @@ Rules:
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,9 @@ _SERVED_AGAIN: Final = 8
 #: by half a per cent, make a smaller tilt (`tests/drafter/replay/test_lossless.py`).
 _SURE: Final = 4.5
 _LEAST_TILT: Final = 0.1
+#: Batches of which the median says how far tokens of the newest weights are off, and fewest that say it.
+_GAPS: Final = 20
+_FEWEST_GAPS: Final = 3
 #: By how much two machines' clocks may differ. A report from later than that was made before a clock was set back.
 _CLOCKS_DIFFER_SECONDS: Final = 5.0
 
@@ -74,13 +78,15 @@ class Current(Figures):
     `compared`, `publication_lag`, `best_version`: on the newest batches that were scored with all drafters. The last
     two are None while the drafter of the newest batches (`drafter_version`) is another than that of `compared`. `live`:
     the engines' last reports, of as many policy versions as it takes to have `ENOUGH_ROUNDS`; None below that. `tilt`:
-    whether speculation is lossless.
+    whether speculation is lossless. `newest_gap`: how far the newest weights' own tokens are off their recomputed
+    log-probabilities, in nats: the median of the newest batches that tell it.
     """
 
     policy_version: int | None = None
     compared: Compared | None = None
     live: LiveAlpha | None = None
     tilt: Tilt | None = None
+    newest_gap: float | None = None
 
 
 _ALPHAS: Final = tuple(f"alpha_{drafter}" for drafter in DRAFTERS)
@@ -110,6 +116,7 @@ def current(
         live=_enough_live([group for _, group in reports]),
         policy_version=newest.spells[-1].policy_version if newest.spells else reports[-1][0],
         tilt=newest.tilt,
+        newest_gap=newest.newest_gap,
     )
 
 
@@ -161,6 +168,8 @@ class Newest(list[ScoreRecord]):
         #: Each figure of the newest batches that have it.
         self.figures = self._newest_figures({} if before is None else before._pooled)
         self.tilt = Tilt.of(self)
+        gaps = [score.newest_gap for score in self if score.newest_gap is not None][-_GAPS:]
+        self.newest_gap = statistics.median(gaps) if len(gaps) >= _FEWEST_GAPS else None
 
     def _newest_figures(self, pooled: Mapping[tuple[int, ...], Point]) -> dict[str, Any]:
         left, holders = set(_FIGURES), dict[str, Point]()

@@ -40,6 +40,7 @@ _QUEUE_NEARLY_FULL: Final = 0.8
 #: From these shares of its memory on Redis is called nearly full, and full: it may refuse a write just below its limit.
 REDIS_NEARLY_FULL: Final = 0.9
 _REDIS_FULL: Final = 0.99
+_GAP_NATS: Final = 0.02  # more is no rounding: such tokens are weighed, if older weights drew them
 _BEHIND_SHARE: Final = 0.1  # of the served drafter's α: a larger publication lag is mentioned
 _LARGE_TILT: Final = 0.3  # a smaller one may come from a choice of answers by their reward
 _MOST_TILT: Final = 5.0  # a larger tilt is shown as this one: its exponential would say nothing more
@@ -361,6 +362,12 @@ def _of_engines(facts: RunFacts) -> Iterator[Headline]:
     if facts.current.tilt is not None and facts.current.tilt.biased and facts.state.worked_on:
         level: Severity = "bad" if abs(facts.current.tilt.value) > _LARGE_TILT else "warn"
         yield _found(level, "not_lossless", "Not lossless", _of_tilt(facts.current.tilt))
+    if (gap := facts.current.newest_gap) is not None and gap > _GAP_NATS and facts.state.worked_on:
+        text = (
+            f": tokens that the newest weights drew are {gap:.2g} nats off what features and head give them: a stale "
+            "head, another temperature or layer, or an engine that rounds more than the trainer."
+        )
+        yield _found("warn", "wrong_features", "Features disagree", text)
     if facts.last_engine_report is None:
         yield _found("note", "no_engine", "No engine", " reports what it accepts.")
     elif (age := facts.now - facts.last_engine_report) > ENGINE_SILENT_SECONDS:

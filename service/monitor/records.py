@@ -160,11 +160,12 @@ class ScoreRecord:
     `attempt`: the number of the trainer's attempt, which its session tells; None: readers guess it.
     `segments`: stretches of tokens that were generated without others in between; each was a request to an engine.
     `offered`: rollouts, and response tokens of them, that the trainer's hook drew this batch from.
+    `newest_gap`: `logprob_gap` of the tokens that the features' own weights drew, where the file tells which.
     """
 
     __pydantic_config__: ClassVar = _CHECKED
     absent: ClassVar = frozenset(
-        {*DRAFTERS, "replayed", "favour", "depth", "drafting", "attempt", "segments", "offered"}
+        {*DRAFTERS, "replayed", "favour", "depth", "drafting", "attempt", "segments", "offered", "newest_gap"}
     )
     ngram: DrafterSums | None = None
     served: DrafterSums | None = None
@@ -191,6 +192,7 @@ class ScoreRecord:
     depth: int | None = None
     drafting: str | None = None
     logprob_gap: float | None = None
+    newest_gap: float | None = None
     favour: Favour | None = None
     action: str | None = None
     train_seconds: float | None = None

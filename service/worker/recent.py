@@ -125,7 +125,8 @@ class RecentRollouts:
     def add(self, path: Path, batch: RolloutBatch, known: tuple[int, ...] = ()) -> KeptBatch:
         """Add a batch whose file is still in the spool. `settle` moves the file here. `known`: see `KeptBatch`."""
         self._remove(path.name)  # a redelivered batch replaces itself
-        kept = self._keep(path.name, replace(batch, log_weights=None), known)  # training and other ranks have none
+        batch = replace(batch, log_weights=None, older=None)  # training and other ranks have none
+        kept = self._keep(path.name, batch, known)
         self._unsettled[path.name] = path
         self._dropped.discard(path.name)
         most_bytes = shutil.disk_usage(self._directory).free

@@ -43,6 +43,8 @@ _GAP = (
 )
 #: Mean gap of log-probabilities, in nats, from which on other weights than the features' drew the tokens.
 _GAP_OF_OTHERS = 0.02
+#: Older weights' tokens are weighed where their gap exceeds the newest weights' own by this factor.
+_MORE_OFF = 2.0
 #: Of each prompt's rollouts one in four stands for all, but two at least.
 _SIBLINGS_FOR_ONE, _FEWEST_SIBLINGS = 4, 2
 #: Where there are many prompts, they are put into this number of shares, and a record tells what each share had.
@@ -118,6 +120,7 @@ class SharedScore(NamedTuple):
     order: ScoreOrder
     batch: RolloutBatch  # with its normalisers
     gap: float | None  # how far its log-probabilities are off; None: not known
+    newest_gap: float | None  # the same of what the features' weights drew, for sure; None: not known
     part: RolloutBatch  # the rollouts that were replayed
     by_version: dict[str, Replay]
     ngram: Replay
@@ -131,17 +134,17 @@ def score_shared(
 
     In checks they do pieces that do not depend on how many they are, so all find what one process finds, to the bit.
     """
-    batch, gap = _checked(ranks, policy, batch, order.gap_nats, order.seed)
+    batch, gap, newest_gap = _checked(ranks, policy, batch, order.gap_nats, order.seed)
     part = batch if len(order.looked) == batch.rollouts else batch.select(order.looked)
     found = replay_shared(ranks, drafters, policy, part, order)
     favour = None if order.served is None else _favour(ranks, drafters[order.served], part, policy)
-    return SharedScore(order, batch, gap, part, found, _ngram_shared(ranks, part, order.depth), favour)
+    return SharedScore(order, batch, gap, newest_gap, part, found, _ngram_shared(ranks, part, order.depth), favour)
 
 
 def _checked(
     ranks: Ranks, policy: Policy, batch: RolloutBatch, limit: float, seed: int
-) -> tuple[RolloutBatch, float | None]:
-    """The batch with its normalisers, weighed if others drew it, and how far its log-probabilities are off."""
+) -> tuple[RolloutBatch, float | None, float | None]:
+    """The batch with its normalisers, weighed if others drew it, and the gaps of a `SharedScore`."""
     try:
         if ranks.world > 1:  # else it was screened when it was loaded
             screen(batch, ranks.fill)
@@ -150,11 +153,23 @@ def _checked(
         gap, checked = head.logprob_gap(batch, limit, fill=ranks.fill, seed=seed)
         if checked and not gap <= limit:
             raise BatchRejected(_GAP.format(gap=gap, limit=limit))
-        if checked and gap > _GAP_OF_OTHERS:
+        newest, older = head.gaps_by_age(batch, ranks.fill)
+        if checked and _older_drew(gap, newest, older):
             batch = head.weighed(batch, ranks.fill)
     except DrafterError as error:  # of what all ranks have alike
         raise ranks.agreed(error)  # noqa: B904 - it is this error
-    return batch, gap if checked else None
+    return batch, gap if checked else None, newest
+
+
+def _older_drew(gap: float, newest: float | None, older: float | None) -> bool:
+    """Whether weights matter: where nobody tells, by the whole `gap`; else by what older weights add to it.
+
+    Features or a head that are wrong show in what the newest weights drew, too. Weighed by these, α would be of no law
+    that any engine has.
+    """
+    if newest is None:
+        return gap > _GAP_OF_OTHERS
+    return older is not None and older > max(_GAP_OF_OTHERS, _MORE_OFF * newest)
 
 
 def replay_shared(
@@ -267,6 +282,7 @@ def score(drafters: Mapping[str, tuple[str, DraftModel]], found: SharedScore) ->
         depth=found.order.depth,
         drafting=found.order.drafting,
         logprob_gap=found.gap,
+        newest_gap=found.newest_gap,
         favour=found.favour,
     )
     sampling = SamplingSettings(part.temperature, part.top_p, part.top_k) if part.temperature else None

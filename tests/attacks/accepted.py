@@ -134,6 +134,19 @@ def a_shared_row_of_nan() -> Changes:
 
 
 @accepted
+def all_drawn_by_the_newest_weights_and_log_probabilities_of_others() -> Changes:
+    told = wire.Tensor.of(np.zeros(TOKENS, np.int32), "I32")
+    return {"tensors": {"versions_behind": told, "logprobs": every(-50.0)}}
+
+
+@accepted
+def all_drawn_by_weights_of_long_ago() -> Changes:
+    made = rollout_tensors()
+    behind = np.frombuffer(made["loss_mask"].data, np.uint8).astype(np.int32) * (2**31 - 1)
+    return {"policy_version": 2**31 - 1, "tensors": {"versions_behind": wire.Tensor.of(behind, "I32")}}
+
+
+@accepted
 def a_scale_of_nan() -> Changes:
     return fp8(float("nan"))
 

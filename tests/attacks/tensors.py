@@ -126,6 +126,31 @@ def fewer_features_than_tokens_without_their_rows() -> Attack:
 
 
 @attack
+def tokens_of_weights_before_the_first_version() -> Attack:
+    return Attack(422, "must be from 0 to policy_version_max", tensor(versions_behind=i32(*[0] * 10, 2**31 - 1)))
+
+
+@attack
+def tokens_of_weights_that_are_to_come() -> Attack:
+    return Attack(422, "must be from 0 to policy_version_max", tensor(versions_behind=i32(*[0] * 10, -(2**31))))
+
+
+@attack
+def a_prompt_that_older_weights_drew() -> Attack:
+    return Attack(422, "versions_behind: must be 0 at tokens", tensor(versions_behind=i32(*[1] * 11)))
+
+
+@attack
+def versions_of_other_tokens() -> Attack:
+    return Attack(422, "versions_behind", tensor(versions_behind=i32(*[0] * 10)))
+
+
+@attack
+def versions_in_64_bits() -> Attack:
+    return Attack(422, "versions_behind", tensor(versions_behind=wire.Tensor.of(np.zeros(11, np.int64), "I64")))
+
+
+@attack
 def a_token_beyond_the_vocabulary() -> Attack:
     return Attack(422, f"token {VOCAB}", tensor(input_ids=i32(*range(10), VOCAB)))
 

@@ -156,6 +156,21 @@ def test_tokens_that_share_a_row_read_the_same_states(tmp_path: Path, features: 
         assert found.aux_rows is None
 
 
+def test_which_tokens_older_weights_drew_goes_with_their_tokens(tmp_path: Path) -> None:
+    tensors, _, _ = file_tensors("BF16")
+    mask = np.frombuffer(tensors["loss_mask"].data, np.uint8)
+    behind = np.where(mask > 0, np.arange(T) % 3, 0).astype(np.int32)  # of policy version 5
+    told = load_batch(write(tmp_path / "told", tensors | {"versions_behind": wire.Tensor.of(behind, "I32")}))
+    older = torch.from_numpy(behind > 0)
+    assert told.older is not None
+    assert torch.equal(told.older, older)
+    assert 0 < int(older.sum()) < int(told.loss_mask.sum())
+    both = RolloutBatch.concat([told.select([1]), told.select([0])]).to("cpu")
+    assert both.older is not None
+    assert torch.equal(both.older, torch.cat([older[5:], older[:5]]))
+    assert load_batch(write(tmp_path / "untold", tensors)).older is None
+
+
 def test_a_bad_row_that_is_shared_is_named_by_its_tokens(tmp_path: Path) -> None:
     batch = load_batch(write(tmp_path / "x", shared(file_tensors("BF16")[0], [0, 1, 2, 3, 4, 0, 1, 7, 8, 9, 10, 11])))
     spoilt = batch.aux_hidden.clone()

@@ -21,7 +21,7 @@ from drafter.batch import RolloutBatch
 from drafter.policy import Policy, TargetHead
 from drafter.training.ranks import ALONE
 from service.settings import Settings
-from service.worker.scoring import ScoreOrder, score_shared
+from service.worker.scoring import ScoreOrder, SharedScore, score, score_shared
 
 VOCAB, HIDDEN, ROLLOUTS, TOKENS = 1000, 64, 8, 65
 TRUNCATIONS = ((1.0, 0), (0.95, 0), (0.7, 0), (0.3, 0), (1.0, 50), (1.0, 5), (0.9, 20))  # top_p, top_k
@@ -207,3 +207,71 @@ def test_what_others_drew_is_weighed_when_it_is_scored(scale: float, *, others: 
     assert (found.gap > 0.02) == others
     for one in (found.batch, found.part):
         assert (one.log_weights is not None) == others
+
+
+def aged(world: str, seed: int, off: float) -> tuple[TargetHead, RolloutBatch]:
+    """The service's head and a batch. *Older*: weights that are `off` drew all, half or some; *wrong*: the head is."""
+    newest, batch, _ = drawn(seed, 3.0, 0.0, 0.0, 1.0, (1.0, 0))
+    head = TargetHead((newest.lm_head.float() * (1 + off)).bfloat16())
+    late = head.normalise(replace(batch, normalised=False))  # what `newest` drew, beside the features of `head`
+    own, _ = torch.tensor_split(torch.arange(ROLLOUTS), 2)
+    mine = late.loss_mask & torch.isin(late.rollout_of, own)
+    said = late.loss_mask
+    if world in ("older, untold", "wrong, untold"):
+        return head, late
+    if world == "older":
+        return head, replace(late, older=said)
+    if world == "wrong":
+        return head, replace(late, older=torch.zeros_like(said))
+    if world == "mixed":  # half was drawn by the head's own law: its log-probabilities are the head's, rounded
+        recomputed = head.token_logprobs(late, mine)
+        return head, replace(late, older=said & ~mine, logprobs=torch.where(mine, recomputed - 0.005, late.logprobs))
+    return head, replace(late, older=said & ~mine)  # "wrong and mixed": the newest ones are as far off
+
+
+def scored(head: TargetHead, batch: RolloutBatch) -> SharedScore:
+    order = ScoreOrder(range(batch.rollouts), 0, 3, "probabilistic", LIMIT_NATS, None)
+    return score_shared(ALONE, {}, Policy(0, torch.zeros(VOCAB, HIDDEN), head), batch, order)
+
+
+@pytest.mark.parametrize("off", [0.04, 0.07, -0.06])
+@pytest.mark.parametrize(
+    ("world", "weighed", "named"),
+    [
+        ("older", True, False),
+        ("older, untold", True, False),
+        ("wrong", False, True),
+        ("wrong, untold", True, False),  # nothing tells these two apart
+        ("mixed", True, False),
+        ("wrong and mixed", False, True),
+    ],
+)
+def test_only_what_older_weights_drew_is_weighed(world: str, off: float, *, weighed: bool, named: bool) -> None:
+    for seed in range(4):
+        head, batch = aged(world, seed, off)
+        found = scored(head, batch)
+        assert found.gap is not None
+        assert (found.batch.log_weights is not None) == weighed, (seed, found.gap, found.newest_gap)
+        assert (found.newest_gap is not None and found.newest_gap > 0.02) == named
+        assert score({}, found).record.newest_gap == found.newest_gap
+        weights = found.batch.log_weights
+        if weights is not None and batch.older is not None:
+            assert not weights[~batch.older].any(), "what the newest weights drew weighs 1"
+            assert weights[batch.older].abs().mean() > 0.02
+
+
+def test_few_tokens_of_the_newest_weights_tell_nothing() -> None:
+    """One in a hundred may be far off where nothing is wrong."""
+    head, batch = aged("older", 0, 0.07)
+    said = torch.nonzero(batch.loss_mask).flatten()
+    for newest, weighed in ((31, True), (32, False)):
+        older = batch.loss_mask.clone()
+        older[said[:newest]] = False
+        found = scored(head, replace(batch, older=older))
+        assert (found.newest_gap is None, found.batch.log_weights is not None) == (weighed, weighed)
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.0}])
+def test_where_the_law_is_not_known_no_age_has_a_gap(sampling: dict[str, float]) -> None:
+    head, batch = aged("wrong", 0, 0.05)
+    assert head.gaps_by_age(replace(batch, **sampling)) == (None, None)  # type: ignore[arg-type]

@@ -178,11 +178,13 @@ def rollout_file(
     aux_layers: Sequence[int],
     source: str = "",
     last_rows: wire.LastRows = "all",
+    told: bool = False,
 ) -> tuple[list[bytes | memoryview], str]:
     """Lay out rollouts of one policy version and one kind of sampling as a file; returns its parts and the batch id.
 
     `source`: a name that only this process of an engine has. Rollout ids are made of it, of the policy version, the
-    request id and the tokens: clients use request ids again, in a session or for the next policy.
+    request id and the tokens: clients use request ids again, in a session or for the next policy. `told`: the file says
+    that the features' own weights drew all tokens; only for a service that takes `versions_behind`.
     """
     lengths = [len(one.input_ids) for one in batch]
     policy_version = batch[0].policy_version
@@ -204,6 +206,8 @@ def rollout_file(
         "aux_hidden": as_wire(torch.cat([one.aux for one in batch]).to(torch.bfloat16)),
         "last_hidden": as_wire(last.to(torch.bfloat16)),
     }
+    if told:
+        tensors["versions_behind"] = wire.Tensor.of(np.zeros(sum(lengths), np.int32), "I32")
     if not bool(logsumexp.isnan().any()):  # else the worker computes it
         tensors["logsumexp"] = as_wire(logsumexp.float())
     sampling = batch[0].request.sampling

@@ -248,7 +248,8 @@ class ServedRun:
 
     def _send(self, batch: Sequence[Collected]) -> None:
         assert self.sender is not None  # noqa: S101 - other ranks collect nothing
-        parts, _ = self._file(batch, last_rows=self.sender.last_rows)
+        told = "versions_behind" in self.sender.optional_tensors
+        parts, _ = self._file(batch, last_rows=self.sender.last_rows, told=told)
         self.sender.submit(parts)
 
     def close(self, seconds: float, joiner: Joiner | None = None) -> None:

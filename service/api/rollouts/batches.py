@@ -308,7 +308,7 @@ def check_run(record: RunRecord, header: RolloutHeader) -> None:
 
 def index_stretches(header: RolloutHeader) -> dict[str, tuple[int, int]]:
     """Where in the file the integer tensors lie; no other tensor is read."""
-    file, names = header.header, ("input_ids", "cu_seqlens", "loss_mask", "aux_rows")
+    file, names = header.header, ("input_ids", "cu_seqlens", "loss_mask", *OPTIONAL_TENSORS)
     infos = {name: file.tensors[name] for name in names if name in file.tensors}
     return {name: (file.header_bytes + info.begin, file.header_bytes + info.end) for name, info in infos.items()}
 
@@ -320,8 +320,8 @@ async def check_index_bytes(header: RolloutHeader, read: Mapping[str, bytes], vo
         found = {
             name: np.frombuffer(data, NUMPY_DTYPE[header.header.tensors[name].dtype]) for name, data in read.items()
         }
-        aux_rows = found.get("aux_rows")
-        check_index(header, found["input_ids"], found["cu_seqlens"], found["loss_mask"], vocab_size, aux_rows)
+        optional = (found.get(name) for name in OPTIONAL_TENSORS)
+        check_index(header, found["input_ids"], found["cu_seqlens"], found["loss_mask"], vocab_size, *optional)
         if (tokens := int(np.diff(found["cu_seqlens"]).max())) > longest:
             raise WireError(
                 "cu_seqlens",

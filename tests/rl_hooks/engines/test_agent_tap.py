@@ -332,11 +332,23 @@ def test_a_file_of_collected_rollouts_is_a_rollout_file() -> None:
     sequences = [Script(f"r{i}", [2, 3, 4], [5 + i, 6, STOP]) for i in range(3)]
     done = decode(sequences, 1)
     parts, batch_id = rollout_file(done, run="live", target_fingerprint="f" * 32, aux_layers=(1, 3))
+    assert "versions_behind" not in wire.parse_header(b"".join(bytes(part) for part in parts)).tensors
     body = b"".join(bytes(part) for part in parts)
     header = wire.check_rollout_header(wire.parse_header(body))
     assert (header.rollouts, header.tokens, header.hidden_size, header.batch_id) == (3, 18, HIDDEN, batch_id)
     assert header.header.metadata["source"] == "engine"
     assert header.prompt_hashes == (wire.prompt_hash([2, 3, 4]),) * 3
+
+
+def test_a_file_says_that_the_features_own_weights_drew_all(tmp_path: Path) -> None:
+    done = decode([Script(f"r{i}", [2, 3, 4], [5 + i, 6, STOP]) for i in range(3)], 1)
+    parts, _ = rollout_file(done, run="live", target_fingerprint="f" * 32, aux_layers=(1, 3), told=True)
+    (tmp_path / "told").write_bytes(b"".join(bytes(part) for part in parts))
+    file = wire.MappedFile(tmp_path / "told")
+    header, behind = wire.check_rollout_header(file.header), file.array("versions_behind")
+    ids, starts, mask = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
+    wire.check_index(header, ids, starts, mask, VOCAB, versions_behind=behind)
+    assert behind.tolist() == [0] * 18
 
 
 def test_a_file_leaves_out_the_last_states_that_the_service_does_not_want(tmp_path: Path) -> None:

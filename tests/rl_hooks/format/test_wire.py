@@ -30,8 +30,8 @@ def read(body: bytes, path: Path) -> wire.RolloutHeader:
     mapped = MappedFile(path)
     header = wire.check_rollout_header(mapped.header)
     arrays = [mapped.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask")]
-    rows = mapped.array("aux_rows") if "aux_rows" in mapped else None
-    wire.check_index(header, arrays[0], arrays[1], arrays[2], VOCAB, rows)
+    optional = [mapped.array(name) if name in mapped else None for name in wire.OPTIONAL_TENSORS]
+    wire.check_index(header, arrays[0], arrays[1], arrays[2], VOCAB, *optional)
     return header
 
 
@@ -153,6 +153,12 @@ def test_what_a_header_says_is_what_was_sent(tmp_path: Path) -> None:
         ({"aux_rows": i32(*range(1, 11), 1)}, "aux_rows"),
         ({"aux_rows": i32(*range(10), 11)}, "aux_rows"),
         ({"aux_rows": i32(*range(10))}, "aux_rows"),
+        ({"versions_behind": i32(0, *[0] * 5, 0, 3, 2, 3, 0)}, None),  # policy version 3; it rises and falls
+        ({"versions_behind": i32(*[0] * 10, 4)}, "versions_behind"),
+        ({"versions_behind": i32(*[0] * 10, -1)}, "versions_behind"),
+        ({"versions_behind": i32(1, *[0] * 10)}, "versions_behind"),  # of a prompt's token
+        ({"versions_behind": i32(*[0] * 10)}, "versions_behind"),
+        ({"versions_behind": Tensor.of(np.zeros(11, np.float32), "F32")}, "versions_behind"),
         ({"logsumexp": None}, None),
         ({"aux_hidden": Tensor.of(np.zeros((11, 0), np.uint16), "BF16")}, "aux_hidden"),
         ({"aux_hidden": Tensor.of(np.zeros((11, 25), np.uint16), "BF16")}, "aux_hidden"),

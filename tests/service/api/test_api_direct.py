@@ -394,7 +394,13 @@ def test_what_lies_there_is_checked_and_not_what_was_said(
 
 
 @pytest.mark.parametrize(
-    "tensors", [{"input_ids": i32(*([99] * 11))}, {"cu_seqlens": i32(0, 1, 11)}, {"aux_rows": i32(*([0] * 11))}]
+    "tensors",
+    [
+        {"input_ids": i32(*([99] * 11))},
+        {"cu_seqlens": i32(0, 1, 11)},
+        {"aux_rows": i32(*([0] * 11))},
+        {"versions_behind": i32(*([-1] * 11))},
+    ],
 )
 def test_integer_tensors_are_refused_as_by_post_rollouts(
     service: RunningService, store: Store, tensors: dict[str, wire.Tensor]

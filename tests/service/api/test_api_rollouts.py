@@ -77,7 +77,7 @@ def test_an_accepted_batch_is_queued_and_its_file_is_the_body(service: RunningSe
         "last_dead_reason": "",
         "known_rollouts": 0,
         "last_rows": "predicting",
-        "optional_tensors": ["aux_rows"],
+        "optional_tensors": ["aux_rows", "versions_behind"],
         "direct_uploads": False,
         "warning": None,
         "warning_code": None,

@@ -351,6 +351,17 @@ def test_live_alpha_pools_past_a_report_without_a_round() -> None:
     assert (found.live.alpha, found.live.rounds) == (3.0, 300)
 
 
+def test_how_far_the_newest_weights_own_tokens_are_off_is_a_median_of_the_newest_batches() -> None:
+    def gap(*gaps: float | None) -> float | None:
+        now = current([ScoreRecord(policy_version=n, created=n, newest_gap=one) for n, one in enumerate(gaps)], [])
+        assert now is not None
+        return now.newest_gap
+
+    assert gap(0.3, None, 0.2) is None, "two batches say too little"
+    assert gap(0.001, None, 0.9, 0.002) == 0.002, "one batch is no fault that lasts"
+    assert gap(*[0.001] * 30, *[0.05] * 11) == 0.05
+
+
 def test_the_tilt_is_pooled_over_the_batches_whose_law_is_known() -> None:
     records = [
         ScoreRecord(policy_version=0, entry_id="1-0", favour=Favour(30.0, 20.0, 1000)),

@@ -85,6 +85,14 @@ def test_what_the_headroom_means_is_said_beside_the_headline_and_harm_first() ->
         assert headline(facts(headroom=Advice(state, "x"))) == headline(facts())
 
 
+def test_features_that_disagree_with_the_newest_weights_own_tokens_are_said() -> None:
+    found = headline(facts(current=replace(POINT, newest_gap=0.0612)))
+    assert (found.level, found.state) == ("warn", "wrong_features")
+    assert "0.061 nats off" in found.text
+    for sound in (0.02, None):
+        assert headline(facts(current=replace(POINT, newest_gap=sound))).state != "wrong_features"
+
+
 def test_an_engine_that_is_not_lossless_is_said_with_how_much() -> None:
     biased = replace(POINT, tilt=Tilt(math.log(2), math.log(1.5), math.log(2.5), 12_000, biased=True))
     found = headline(facts(current=biased))

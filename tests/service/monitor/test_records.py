@@ -84,6 +84,7 @@ def test_what_is_stored_reads_as_it_did(redis_url: str, redis_client: Redis, tmp
     assert [(one.pop("attempt"), len(one.pop("attempts"))) for one in documents] == [(1, 1)] * len(runs)
     replayed = [point.pop("rollouts_replayed") for one in documents for point in one["points"]]
     assert set(replayed) == {18, 36, None}, "None where none was scored"
+    assert {one["current"].pop("newest_gap") for one in documents if one["current"]} == {None}
     lines = [json.dumps(one, allow_nan=False) for one in documents]
     assert parsed(lines) == parsed((RECORDED / "alpha.jsonl").read_text().splitlines())
 

@@ -164,8 +164,9 @@ def test_the_newest_batch_stays_however_large(tmp_path: Path) -> None:
 def test_weights_are_not_kept(memory: Memory) -> None:
     """Replays read them. In training, batches with and without would not be packed together. Other ranks have none."""
     plain = memory.add("a").batch
-    weighed = replace(plain, log_weights=torch.zeros(plain.tokens))
-    assert memory.recent.add(memory.spool / "a.safetensors", weighed).batch.log_weights is None
+    weighed = replace(plain, log_weights=torch.zeros(plain.tokens), older=torch.ones(plain.tokens, dtype=torch.bool))
+    kept = memory.recent.add(memory.spool / "a.safetensors", weighed).batch
+    assert (kept.log_weights, kept.older, kept.kind) == (None, None, plain.kind)
 
 
 def test_a_redelivered_batch_is_kept_once(memory: Memory) -> None:
