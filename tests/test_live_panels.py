@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,19 @@ def series(client: httpx.Client, expression: str) -> list[dict[str, Any]]:
     return []
 
 
-def shown(client: httpx.Client, target: dict[str, str]) -> None:
-    """Return once a panel draws the run, all of it numbers, each line with a legend of its own."""
+def shown(client: httpx.Client, target: dict[str, str], go_on: Callable[[], None]) -> None:
+    """Return once a panel draws the run, all of it numbers, each line with a legend of its own.
+
+    `go_on` makes more of what is counted: what was counted before the first scrape has no rate.
+    """
     expression = target["expr"].replace("$run", "default")
 
     def drawn() -> list[dict[str, Any]]:  # a rate over scrapes between which nothing was counted is 0 / 0
         found = series(client, expression)
-        return found if all(math.isfinite(float(one["value"][1])) for one in found) else []
+        if found and all(math.isfinite(float(one["value"][1])) for one in found):
+            return found
+        go_on()
+        return []
 
     found = eventually(drawn)
     parts = re.split(r"{{(\w+)}}", target["legendFormat"])
@@ -110,14 +117,19 @@ def test_every_panel_shows_a_live_run_and_an_alert_what_is_wrong_with_it(tmp_pat
         eventually(lambda: series(client, 'draftalign_queue_entries{run="default"}'))
         eventually(lambda: engine.version)
         engine.policy_version = 0
-        for number in range(FILES):
-            body = world.rollout_file(f"batch-{number}", rollouts=ROLLOUTS)
+        numbers = itertools.count()
+
+        def send(rollouts: int = 8) -> None:
+            body = world.rollout_file(f"batch-{next(numbers)}", rollouts=rollouts)
             api.post("/rollouts", content=body, headers=headers).raise_for_status()
             for accepted in (1, 2, 2, 2, 3):
                 engine.play(20, accepted, requests=10)
+
+        for _ in range(FILES):
+            send(ROLLOUTS)
         for target in targets:
             if target is not alerts:
-                shown(client, target)
+                shown(client, target, send)
         expression = alerts["expr"].replace("$run", "default")
         assert series(client, expression) == [], "a run without a fault"
         bad = world.rollout_file("bad", change=wrong)
