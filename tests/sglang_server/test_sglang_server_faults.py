@@ -79,13 +79,22 @@ def way(serve: Callable[..., RunningService]) -> Iterator[FaultyPath]:
     peer.down()
 
 
-def amid_a_swap(cache: Path) -> None:
-    """Wait for the agent's session, which lasts some milliseconds."""
+def written(cache: Path) -> dict[str, Any]:
+    """What the agent beside the server has written of it."""
+    found = list((cache / "default/engines").glob("sglang-*.json"))
+    return json.loads(found[0].read_text()) if found else {}
+
+
+def amid_a_swap(cache: Path, published: Callable[[], str]) -> str:
+    """Publish until the agent is seen in its session, which lasts some milliseconds; returns what it then loads."""
     while True:
-        for path in (cache / "default/engines").glob("sglang-*.json"):
-            if '"left": "session"' in path.read_text():
-                return
-        time.sleep(0.0005)
+        version = published()
+        while (said := written(cache)).get("left") != "session":
+            if (said.get("loaded") or ("", ""))[1] == version:
+                break  # too late
+            time.sleep(0.0005)
+        else:
+            return version
 
 
 def failures(agent: SwapAgent, server: SGLangProcess) -> float:
@@ -113,8 +122,7 @@ def test_a_server_that_is_paused_amid_a_swap_has_the_newest_drafter_when_it_goes
     times = {"request_timeout_seconds": 1.0, "swap_timeout_seconds": 1.0}
     with start_agent(service.url, server, cache=cache, engine_kind="sglang", **times) as agent:
         for source in ("trained", "random", "trained"):
-            version = publish(service, drafters / source, trained)
-            amid_a_swap(cache)
+            version = amid_a_swap(cache, partial(publish, service, drafters / source, trained))
             os.killpg(server.process.pid, signal.SIGSTOP)
             try:
                 eventually(partial(has_failed, agent, server, more_than=failures(agent, server)))
@@ -135,11 +143,13 @@ def test_an_agent_that_is_killed_amid_a_swap_leaves_a_server_that_waits_for_the_
     argv = [*(sys.executable, "-m", "service.cli", "agent", "--service", service.url, "--url", server.url)]
     argv += ["--cache-dir", str(cache), "--engine", "sglang"]
     version = publish(service, drafters / "trained", trained)
+    server.post("/begin_weight_update", selector="target")  # a trainer's, who has not paused
     with (tmp_path / "agent.log").open("wb") as log, subprocess.Popen(argv, stderr=log) as process:
         try:
-            amid_a_swap(cache)
+            eventually(lambda: written(cache).get("left") == "paused")  # it waits for the trainer's session to end
         finally:
             process.kill()
+    server.post("/end_weight_update")
     with pytest.raises(httpx.ReadTimeout):
         server.client.post("/generate", json={"input_ids": [1, 5, 9], "sampling_params": {}}, timeout=2)
     with start_agent(service.url, server, cache=cache, engine_kind="sglang") as agent:
