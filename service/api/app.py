@@ -41,7 +41,7 @@ from service.api.context.answers import Status
 from service.api.context.audited import Auditor
 from service.api.context.context import Context, ServiceContext
 from service.api.drafters import tagged
-from service.api.port.connections import MAX_CONNECTIONS, BoundedProtocol, Places, TlsDoor, tls_context
+from service.api.port.connections import BoundedProtocol, Places, TlsDoor, tls_context
 from service.api.port.free import check_port
 from service.api.problems import Problem, in_units
 from service.api.rollouts import batches as rollouts_api
@@ -92,7 +92,7 @@ def create_app(settings: Settings) -> FastAPI:
         socket_timeout=5.0,
         socket_connect_timeout=2.0,
         retry=Retry(ExponentialBackoff(cap=0.2, base=0.05), 2),
-        max_connections=MAX_CONNECTIONS,  # beyond 100, redis-py's own bound, requests would hear that Redis is away
+        max_connections=Places().to_redis,  # redis-py's own bound of 100 is reached by requests that come at once
     )
 
     @contextlib.asynccontextmanager

@@ -87,6 +87,7 @@ _DISK: Final = {
     errno.ENOMEM,
     errno.ESTALE,  # of a shared file system: another host replaced or deleted the file meanwhile
 }
+_MORE_DESCRIPTORS: Final = "Where this comes again, raise the hard limit of the API's descriptors (`ulimit -Hn`)"
 _METHODS: Final = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 _LINGER_SECONDS: Final = 10.0
 _LINGER_IDLE_SECONDS: Final = 1.0
@@ -211,6 +212,9 @@ def as_problem(error: Exception) -> Problem:
         case redis_errors.ResponseError() if is_of_one_key(error):
             what = "a key of the run in Redis holds what the service did not write"
             return Problem(500, "run-damaged", f"{what}; its log has the command. Delete that key, or the run")
+        case redis_errors.MaxConnectionsError():
+            what = "all connections to Redis that this process may open are in use; nothing was queued"
+            return Problem(503, "redis-away", f"{what}. {_MORE_DESCRIPTORS}")
         case redis_errors.ConnectionError() | redis_errors.TimeoutError():  # loading its data counts as away
             return Problem(503, "redis-away", "Redis does not answer; nothing was queued")
         case RequestValidationError():
@@ -226,6 +230,8 @@ def as_problem(error: Exception) -> Problem:
                 what += "; make room on the state directory's disk: bytes, or files where `df -i` shows none free"
             elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
                 what += "; see how the state directory is mounted, and who owns what is in it"
+            elif error.errno == errno.EMFILE:
+                what += f". {_MORE_DESCRIPTORS}"
             return Problem(503, "disk", what)
         case ClientDisconnect():
             return Problem(400, "client-left", "the client left before the end of the body; nothing was kept")

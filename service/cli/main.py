@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import resource
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -208,6 +210,16 @@ for _panel, _commands in _COMMANDS.items():
         app.command("eval" if _command is evaluate else None, rich_help_panel=_panel)(_command)
 
 
+def _allow_descriptors() -> None:
+    """Let this process and its children open as many files and connections as the hard limit says.
+
+    The soft one is usually 1,024, for programs that call select(2); no process of ours does.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):  # a kernel that allows less than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def _run() -> None:
     """Run the command; ConfigurationError where it lacks torch."""
     try:
@@ -220,6 +232,7 @@ def _run() -> None:
 def main() -> None:
     """Entry point. An error that a user can act on ends in one line; only a bug shows a traceback."""
     start_logging("draftalign", f"{os.environ.get('DRAFTALIGN_CHILD', 'draftalign'):<8}")
+    _allow_descriptors()
     try:
         _run()
     except ValidationError as error:

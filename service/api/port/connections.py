@@ -54,16 +54,21 @@ _PLAIN_HTTP: Final = (
 
 
 class Places:
-    """The connections of one server: how many there may be, and which of them wait for a request, longest first."""
+    """The connections of one server: how many there may be, and which of them wait for a request, longest first.
+
+    Without a descriptor accept() fails, and no probe is answered. So clients may take half of them, Redis a quarter
+    (of a cluster each node), connections that come in one go an eighth; the last eighth is for files.
+    """
 
     def __init__(self, descriptors: int | None = None) -> None:
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if descriptors is None else descriptors
-        unlimited = soft == resource.RLIM_INFINITY
-        #: Descriptors left for spooled files, Redis, and connections accepted at the same moment.
-        reserve = 1024 if unlimited else min(1024, soft // 4)
-        self.limit = MAX_CONNECTIONS if unlimited else max(1, min(MAX_CONNECTIONS, soft - reserve))
+        if soft == resource.RLIM_INFINITY:
+            soft = 8 * MAX_CONNECTIONS
+        self.limit = max(1, min(MAX_CONNECTIONS, soft // 2))
+        #: As each request may ask Redis. Beyond, redis-py raises at once.
+        self.to_redis = max(1, min(MAX_CONNECTIONS, soft // 4))
         #: Accepted in one go at most, before any of them can be closed again.
-        self.backlog = max(1, reserve // 2)
+        self.backlog = max(1, min(512, soft // 8))
         self.waiting: dict[BoundedProtocol | TlsDoor, None] = {}
 
     def make_room(self, connections: set[Any]) -> bool:

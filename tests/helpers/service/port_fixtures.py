@@ -26,7 +26,7 @@ DESCRIPTORS = 256
 class Process:
     """`draftalign serve` with tokens, as a process of its own that may open few files."""
 
-    def __init__(self, directory: Path, redis_url: str, options: Sequence[str] = ()) -> None:
+    def __init__(self, directory: Path, redis_url: str, options: Sequence[str] = (), hard: int = DESCRIPTORS) -> None:
         self.port: int = free_port()
         environment = {k: v for k, v in os.environ.items() if not k.startswith("DRAFTALIGN_")}
         environment |= {
@@ -36,7 +36,7 @@ class Process:
             "DRAFTALIGN_STATE_DIR": str(directory / "state"),
             "DRAFTALIGN_TOKENS": "engine-secret:read",
         }
-        command = f'ulimit -n {DESCRIPTORS} && exec "$0" -m service.cli serve "$@"'
+        command = f'ulimit -Sn {DESCRIPTORS} && ulimit -Hn {hard} && exec "$0" -m service.cli serve "$@"'
         with (directory / "serve.log").open("wb") as log:
             arguments = ["sh", "-c", command, sys.executable, *options]
             self.process = subprocess.Popen(arguments, env=environment, stderr=log)

@@ -37,7 +37,7 @@ from redis import Redis
 
 from rl_hooks import wire
 from service.api.app import create_app
-from service.api.port.connections import MAX_CONNECTIONS
+from service.api.port.connections import Places
 from service.api.rollouts import batches as rollouts_api
 from service.monitor.events import Moved
 from service.settings import Settings
@@ -442,11 +442,11 @@ def test_a_redis_that_hangs_while_a_file_comes_is_named_within_two_seconds_of_it
         assert Redis.from_url(own_valkey.url).xlen(Keys("default").queue) == 1
 
 
-def test_as_many_requests_as_there_are_connections_may_ask_redis_at_once(tmp_path: Path) -> None:
+def test_more_requests_than_100_may_ask_redis_at_once(tmp_path: Path) -> None:
     """Beyond 100 redis-py raises at once by itself, and the API would say that Redis does not answer."""
     app = create_app(Settings(state_dir=tmp_path, redis_url=SecretStr("redis://127.0.0.1:1")))
     pool = app.state.context.redis.client.connection_pool
-    for _ in range(MAX_CONNECTIONS):  # none of them is opened
+    for _ in range(Places().to_redis):  # none of them is opened
         pool.get_available_connection()
     app.state.context.close()
 

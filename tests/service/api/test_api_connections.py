@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import http.client
+import json
+import resource
+import signal
 import socket
 import threading
 import time
@@ -76,6 +79,47 @@ def test_connections_that_send_no_request_shut_nobody_out(process: Process, sent
         assert [process.answers() for _ in range(5)] == [True] * 5
 
 
+def whole_answer(connection: socket.socket) -> tuple[int, bytes]:
+    """Read one: its body may come in a packet of its own, and the next answer after it."""
+    answer = http.client.HTTPResponse(connection)
+    answer.begin()
+    return answer.status, answer.read()
+
+
+def test_the_api_may_open_as_many_files_as_the_hard_limit_says(tmp_path: Path, redis_url: str) -> None:
+    made = Process(tmp_path, redis_url, hard=2 * DESCRIPTORS)
+    try:
+        assert resource.prlimit(made.process.pid, resource.RLIMIT_NOFILE) == (2 * DESCRIPTORS,) * 2
+    finally:
+        made.process.kill()
+        made.process.wait()
+
+
+def test_requests_that_wait_for_redis_leave_descriptors_for_probes(tmp_path: Path, own_valkey: OwnValkey) -> None:
+    """Each of them has one connection to the API, and asks for one to a Redis that hangs."""
+    made = Process(tmp_path, own_valkey.url)
+    asked = b"GET /runs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer engine-secret\r\n\r\n"
+    own_valkey.process.send_signal(signal.SIGSTOP)
+    try:
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(made.connect()) for _ in range(DESCRIPTORS // 2 - 10)]
+            for client in clients:
+                client.sendall(asked)
+            assert [made.answers() for _ in range(5)] == [True] * 5
+            answers = [whole_answer(client) for client in clients]
+        assert {status for status, _ in answers} == {503}
+        details = {json.loads(body)["detail"].partition(";")[0] for _, body in answers}
+        assert details == {
+            "Redis does not answer",
+            "all connections to Redis that this process may open are in use",
+        }
+        assert b"Too many open files" not in (tmp_path / "serve.log").read_bytes()
+    finally:
+        own_valkey.process.send_signal(signal.SIGCONT)
+        made.process.kill()
+        made.process.wait()
+
+
 # --- one server in this process
 
 
@@ -84,11 +128,7 @@ def status(reply: bytes) -> int:
 
 
 def status_of_one(connection: socket.socket) -> int:
-    """Read one whole answer: its body may come in a packet of its own, and the next answer after it."""
-    answer = http.client.HTTPResponse(connection)
-    answer.begin()
-    answer.read()
-    return answer.status
+    return whole_answer(connection)[0]
 
 
 def request(fields: int, size: int) -> bytes:
@@ -260,12 +300,12 @@ def test_where_all_connections_are_at_work_a_new_one_is_told_so(service: Running
 
 
 @pytest.mark.parametrize(
-    ("descriptors", "limit"), [(64, 48), (256, 192), (1024, 768), (4096, 3072), (1 << 20, MAX_CONNECTIONS), (-1, 4096)]
+    ("descriptors", "limit"), [(64, 32), (256, 128), (1024, 512), (4096, 2048), (1 << 20, MAX_CONNECTIONS), (-1, 4096)]
 )
 def test_connections_leave_descriptors_for_files_and_redis(descriptors: int, limit: int) -> None:
     found = Places(descriptors)
     assert found.limit == limit
-    assert descriptors < 0 or found.limit + found.backlog < descriptors
+    assert descriptors < 0 or found.limit + found.to_redis + found.backlog < descriptors
 
 
 @pytest.mark.parametrize("protocol", ["h2c", "websocket"])
