@@ -131,7 +131,10 @@ def _end_workers(test: str, url: str) -> None:
         here = Leases(client).holder.partition("/")[0].encode()
         names = [name for name in names if name.startswith(here + b"/")]
     for pid in {int(name.split(b"/")[1]) for name in names} - {os.getpid()}:
-        if Path(f"/proc/{pid}").exists():
+        command = b""  # of a process that has ended, and of a zombie
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"python" in command:  # and no other that has the number of one that was killed
             print(f"\n{test} left worker {pid} behind: it is killed", file=sys.stderr, flush=True)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

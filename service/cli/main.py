@@ -117,10 +117,13 @@ def worker(state_dir: StateDir = None, redis_url: RedisUrl = None) -> None:
 
     Under `torchrun` it is one of several ranks, which train one drafter together.
     """
-    check_torch()
-    settings = _with_redis(_settings(state_dir=state_dir, redis_url=redis_url))
+    started_by = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ and (tie := parent_death_signal()) is not None:
         tie()  # else a rank whose torchrun was killed would work on by itself
+        if os.getppid() != started_by:
+            sys.exit("draftalign: torchrun ended before this rank had started")
+    check_torch()
+    settings = _with_redis(_settings(state_dir=state_dir, redis_url=redis_url))
     with importing():
         from service.ranks import run_on_ranks  # it loads torch, which takes two seconds
 
