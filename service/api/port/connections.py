@@ -57,7 +57,8 @@ class Places:
     """The connections of one server: how many there may be, and which of them wait for a request, longest first.
 
     Without a descriptor accept() fails, and no probe is answered. So clients may take half of them, Redis a quarter
-    (of a cluster each node, which together may take more than all), connections that come in one go an eighth; the last eighth is for files.
+    (of a cluster each node, and these together more than all), connections that come in one go an eighth; the last
+    eighth is for files.
     """
 
     def __init__(self, descriptors: int | None = None) -> None:
