@@ -959,7 +959,7 @@ def test_a_warning_of_the_service_reaches_the_log_once(caplog: pytest.LogCapture
         sender = RolloutSender(service.url)
         stats = heard(sender, service, {"warning": "a drafter was ignored"}, {"warning": "a drafter was ignored"})
         assert stats["sent"] == 2
-        assert [r.message.count("a drafter was ignored") for r in caplog.records] == [1]
+        assert caplog.text.count("a drafter was ignored") == 1
         sender.close()
 
 

@@ -199,6 +199,7 @@ def test_a_target_that_cannot_be_opened_for_a_moment_is_not_called_damaged(
         reply = put(service, "sound")
         assert (reply.status_code, reply.json()["detail"]) == (
             503,
-            "the service cannot use its files: Too many open files",
+            "the service cannot use its files: Too many open files. Where this comes again, raise the hard limit of the"
+            " API's descriptors (`ulimit -Hn`)",
         )
     assert put(service, "sound").status_code == 200
