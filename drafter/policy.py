@@ -146,7 +146,7 @@ class TargetHead:
         off = (self.token_logprobs(batch, batch.loss_mask, fill) - batch.logprobs).abs().double()
         known = ~off.isnan()
         newest, older = off[known & ~batch.older], off[known & batch.older]
-        return _mean(newest), _mean(older)
+        return _mean_of_enough(newest), _mean_of_enough(older)
 
     def logprob_gap(
         self, batch: RolloutBatch, limit: float = 0.0, *, fill: Fill = fill_alone, seed: int | None = None
@@ -202,8 +202,9 @@ class TargetHead:
         return fill(table, [partial(compute, number, part) for number, part in enumerate(parts)])
 
 
-def _mean(off: Tensor) -> float | None:
-    return float(off.mean()) if off.numel() >= _WHOLE_TOKENS else None
+def _mean_of_enough(off: Tensor) -> float | None:
+    """Mean, each token's part bounded as its weight is: one infinite row is not all. None of fewer than 32 tokens."""
+    return float(off.clamp(max=_MOST_LOG_WEIGHT).mean()) if off.numel() >= _WHOLE_TOKENS else None
 
 
 def _off(logits: Tensor, batch: RolloutBatch, t: Tensor) -> float:

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -75,7 +76,9 @@ class FollowedRun:
         before, self._kept = self._kept, {}
 
         def kept(name: str, known: tuple[int, ...]) -> KeptBatch:
-            found = before.get((name, known)) or KeptBatch(name, self._read(name, known), frozenset(), known)
+            if (found := before.get((name, known))) is None:
+                batch = replace(self._read(name, known), older=None)  # as rank 0 keeps it: it packs them alike
+                found = KeptBatch(name, batch, frozenset(), known)
             self._kept[name, known] = found
             return found
 

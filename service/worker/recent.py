@@ -125,7 +125,6 @@ class RecentRollouts:
     def add(self, path: Path, batch: RolloutBatch, known: tuple[int, ...] = ()) -> KeptBatch:
         """Add a batch whose file is still in the spool. `settle` moves the file here. `known`: see `KeptBatch`."""
         self._remove(path.name)  # a redelivered batch replaces itself
-        batch = replace(batch, log_weights=None, older=None)  # training and other ranks have none
         kept = self._keep(path.name, batch, known)
         self._unsettled[path.name] = path
         self._dropped.discard(path.name)
@@ -135,6 +134,7 @@ class RecentRollouts:
         return kept
 
     def _keep(self, name: str, batch: RolloutBatch, known: tuple[int, ...]) -> KeptBatch:
+        batch = replace(batch, log_weights=None, older=None)  # training and other ranks have none
         kept = KeptBatch(name, batch, frozenset(prompt_hashes(batch)), known)
         self._kept[name] = kept
         self._tokens += batch.tokens

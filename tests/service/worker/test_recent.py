@@ -169,6 +169,22 @@ def test_weights_are_not_kept(memory: Memory) -> None:
     assert (kept.log_weights, kept.older, kept.kind) == (None, None, plain.kind)
 
 
+def test_who_drew_a_token_is_not_kept_through_a_restart(tmp_path: Path) -> None:
+    memory = Memory(tmp_path)
+    plain = memory.add("a").batch
+
+    def told(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["versions_behind"] = torch.zeros(len(tensors["input_ids"]), dtype=torch.int32)
+
+    path = memory.spool / "told.safetensors"
+    path.write_bytes(memory.world.rollout_file("told", change=told))
+    assert load_batch(path).older is not None
+    memory.recent.add(path, load_batch(path))
+    again = Memory(tmp_path)
+    again.recent.restore(memory.recent.names(), again.spool, {})
+    assert [kept.batch.kind for kept in again.recent.but([])] == [plain.kind] * 2
+
+
 def test_a_redelivered_batch_is_kept_once(memory: Memory) -> None:
     memory.add("a")
     memory.add("b")
