@@ -18,7 +18,7 @@ from service.monitor.drift.cause import Cause, as_fraction
 from service.monitor.events import Moves
 from service.monitor.headroom import Advice, trainer_silent
 from service.monitor.live.watch import UNREVIVED_PUSHES, EngineVerdict, Watch
-from service.monitor.records import AWAY_SECONDS, AcceptanceRecord, HeldVersion, RunState, WorkerGauges
+from service.monitor.records import AWAY_SECONDS, LARGE_GAP_NATS, AcceptanceRecord, HeldVersion, RunState, WorkerGauges
 
 #: How many of the last batches, by arrival, are looked at.
 RECENT_BATCHES: Final = 20
@@ -40,7 +40,6 @@ _QUEUE_NEARLY_FULL: Final = 0.8
 #: From these shares of its memory on Redis is called nearly full, and full: it may refuse a write just below its limit.
 REDIS_NEARLY_FULL: Final = 0.9
 _REDIS_FULL: Final = 0.99
-_GAP_NATS: Final = 0.02  # more is no rounding: such tokens are weighed, if older weights drew them
 _BEHIND_SHARE: Final = 0.1  # of the served drafter's α: a larger publication lag is mentioned
 _LARGE_TILT: Final = 0.3  # a smaller one may come from a choice of answers by their reward
 _MOST_TILT: Final = 5.0  # a larger tilt is shown as this one: its exponential would say nothing more
@@ -362,7 +361,7 @@ def _of_engines(facts: RunFacts) -> Iterator[Headline]:
     if facts.current.tilt is not None and facts.current.tilt.biased and facts.state.worked_on:
         level: Severity = "bad" if abs(facts.current.tilt.value) > _LARGE_TILT else "warn"
         yield _found(level, "not_lossless", "Not lossless", _of_tilt(facts.current.tilt))
-    if (gap := facts.current.newest_gap) is not None and gap > _GAP_NATS and facts.state.worked_on:
+    if (gap := facts.current.newest_gap) is not None and gap > LARGE_GAP_NATS and facts.state.worked_on:
         text = (
             f": tokens that the newest weights drew are {gap:.2g} nats off what features and head give them: a stale "
             "head, another temperature or layer, or an engine that rounds more than the trainer."

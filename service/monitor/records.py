@@ -29,6 +29,8 @@ ANOTHERS_DRAFTER: Final = "anothers-drafter"
 TURNS_MARK: Final = "+"
 #: A reporter that is silent for longer is away, or its engine sleeps: what it drafts with meanwhile is not known.
 AWAY_SECONDS: Final = 180.0
+#: A mean gap of log-probabilities, in nats. More is no rounding: older weights drew the tokens, or features are wrong.
+LARGE_GAP_NATS: Final = 0.02
 #: Two-sided 95 % quantile of the normal distribution.
 Z_95: Final = 1.959963984540054
 _CHECKED: Final = ConfigDict(strict=True, allow_inf_nan=False)

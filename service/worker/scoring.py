@@ -30,7 +30,15 @@ from drafter.replay.ngram import ngram_replay
 from drafter.replay.replay import TOKENS_AT_ONCE, Drafting, replay
 from drafter.training.ranks import Ranks
 from rl_hooks.wire import COUNTED_DIGITS, COUNTED_PROMPTS
-from service.monitor.records import TURNS_MARK, DrafterSums, Favour, Replayed, SamplingSettings, ScoreRecord
+from service.monitor.records import (
+    LARGE_GAP_NATS,
+    TURNS_MARK,
+    DrafterSums,
+    Favour,
+    Replayed,
+    SamplingSettings,
+    ScoreRecord,
+)
 
 log = logging.getLogger("draftalign.worker")
 
@@ -41,8 +49,6 @@ _GAP = (
     "the final norm, a stale head, a wrong temperature, a shifted mask or tokens of a much older policy; compare "
     "logprobs[t] with last_hidden[t-1] @ lm_head"
 )
-#: Mean gap of log-probabilities, in nats, from which on other weights than the features' drew the tokens.
-_GAP_OF_OTHERS = 0.02
 #: Older weights' tokens are weighed where their gap exceeds the newest weights' own by this factor.
 _MORE_OFF = 2.0
 #: Of each prompt's rollouts one in four stands for all, but two at least.
@@ -168,8 +174,8 @@ def _older_drew(gap: float, newest: float | None, older: float | None) -> bool:
     that any engine has.
     """
     if newest is None:
-        return gap > _GAP_OF_OTHERS
-    return older is not None and older > max(_GAP_OF_OTHERS, _MORE_OFF * newest)
+        return gap > LARGE_GAP_NATS
+    return older is not None and older > max(LARGE_GAP_NATS, _MORE_OFF * newest)
 
 
 def replay_shared(
