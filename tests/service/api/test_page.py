@@ -127,7 +127,7 @@ def test_a_run_is_drawn_with_its_series_marks_and_headline(browser: Browser) -> 
         page.texts["headline"],
     )
     kinds = [event.event for event in snapshot.history]
-    assert f"{kinds.count('published')} published, {kinds.count('refused')} times not" in page.texts["detail"]
+    assert f"{kinds.count('published')} published, {kinds.count('refused')} refused" in page.texts["detail"]
     assert {a["data-series"] for a in page.having("data-series")} >= {
         "served",
         "frozen",
@@ -532,9 +532,9 @@ def test_an_attempt_without_events_does_not_say_that_nothing_was_ever_published(
     first, again = ([came(start + v, v, 3.0) for v in range(30)] for start in (1000, 2000))
     event = {"event": "published", "time": 1.01, "version": "v000001-aaaaaaaa", "sequence": 1, "policy_version": 3}
     page = show(replace(stored([*first, *again], (), [event]), published=1), browser)
-    said = "The gate has decided nothing in this attempt; in all attempts: 1 published, 0 times not."
+    said = "The gate has decided nothing in this attempt; in all attempts: 1 published, 0 refused."
     assert said in page.texts["events"]
-    assert "0 published, 0 times not in this attempt" in page.texts["tiles"]
+    assert "0 published, 0 refused in this attempt" in page.texts["tiles"]
     assert "The gate has decided nothing yet." in show(stored(first), browser).texts["events"]
 
 
