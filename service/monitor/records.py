@@ -163,12 +163,13 @@ class ScoreRecord:
     `segments`: stretches of tokens that were generated without others in between; each was a request to an engine.
     `offered`: rollouts, and response tokens of them, that the trainer's hook drew this batch from.
     `newest_gap`: `logprob_gap` of the tokens that the features' own weights drew, where the file tells which.
+    `mean_weight`: of tokens that older weights drew, where the law that was logged cannot have drawn them.
     """
 
     __pydantic_config__: ClassVar = _CHECKED
     absent: ClassVar = frozenset(
         {*DRAFTERS, "replayed", "favour", "depth", "drafting", "attempt", "segments", "offered", "newest_gap"}
-    )
+    ) | {"mean_weight"}
     ngram: DrafterSums | None = None
     served: DrafterSums | None = None
     candidate: DrafterSums | None = None
@@ -195,6 +196,7 @@ class ScoreRecord:
     drafting: str | None = None
     logprob_gap: float | None = None
     newest_gap: float | None = None
+    mean_weight: float | None = None
     favour: Favour | None = None
     action: str | None = None
     train_seconds: float | None = None

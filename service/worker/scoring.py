@@ -11,7 +11,7 @@ import math
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafter.batch import RolloutBatch, prompt_hashes, screen
+from drafter.batch import Fill, RolloutBatch, prompt_hashes, screen
 from drafter.device import is_device_fault, is_out_of_memory
 from drafter.errors import BatchRejected, DrafterError
 from drafter.model.draft_model import DraftModel
-from drafter.policy import Policy
+from drafter.policy import Policy, TargetHead
 from drafter.replay.acceptance import Floats, Replay
 from drafter.replay.lossless import drafters_favour
 from drafter.replay.ngram import ngram_replay
@@ -51,6 +51,9 @@ _GAP = (
 )
 #: Older weights' tokens are weighed where their gap exceeds the newest weights' own by this factor.
 _MORE_OFF = 2.0
+#: Log-probabilities are of another law than drew the tokens where the mean weight is further from 1 than this number
+#: plus this number of standard errors.
+_MEAN_OFF, _ERRORS_OFF = 0.01, 4.0
 #: Of each prompt's rollouts one in four stands for all, but two at least.
 _SIBLINGS_FOR_ONE, _FEWEST_SIBLINGS = 4, 2
 #: Where there are many prompts, they are put into this number of shares, and a record tells what each share had.
@@ -131,6 +134,7 @@ class SharedScore(NamedTuple):
     by_version: dict[str, Replay]
     ngram: Replay
     favour: Favour | None  # whether tokens lean towards the drafter that served; None: not known
+    mean_weight: float | None  # by which its log-probabilities are wrong; None: they may be right, or are no weights
 
 
 def score_shared(
@@ -140,17 +144,19 @@ def score_shared(
 
     In checks they do pieces that do not depend on how many they are, so all find what one process finds, to the bit.
     """
-    batch, gap, newest_gap = _checked(ranks, policy, batch, order.gap_nats, order.seed)
+    batch, gap, newest_gap, mean_weight = _checked(ranks, policy, batch, order.gap_nats, order.seed)
     part = batch if len(order.looked) == batch.rollouts else batch.select(order.looked)
     found = replay_shared(ranks, drafters, policy, part, order)
     favour = None if order.served is None else _favour(ranks, drafters[order.served], part, policy)
-    return SharedScore(order, batch, gap, newest_gap, part, found, _ngram_shared(ranks, part, order.depth), favour)
+    ngram = _ngram_shared(ranks, part, order.depth)
+    return SharedScore(order, batch, gap, newest_gap, part, found, ngram, favour, mean_weight)
 
 
 def _checked(
     ranks: Ranks, policy: Policy, batch: RolloutBatch, limit: float, seed: int
-) -> tuple[RolloutBatch, float | None, float | None]:
-    """The batch with its normalisers, weighed if others drew it, and the gaps of a `SharedScore`."""
+) -> tuple[RolloutBatch, float | None, float | None, float | None]:
+    """The batch with its normalisers, weighed if others drew it; the gaps and `mean_weight` of a `SharedScore`."""
+    mean_weight = None
     try:
         if ranks.world > 1:  # else it was screened when it was loaded
             screen(batch, ranks.fill)
@@ -161,10 +167,28 @@ def _checked(
             raise BatchRejected(_GAP.format(gap=gap, limit=limit))
         newest, older = head.gaps_by_age(batch, ranks.fill)
         if checked and _older_drew(gap, newest, older):
-            batch = head.weighed(batch, ranks.fill)
+            batch, mean_weight = _weighed(head, batch, ranks.fill)
     except DrafterError as error:  # of what all ranks have alike
         raise ranks.agreed(error)  # noqa: B904 - it is this error
-    return batch, gap if checked else None, newest
+    return batch, gap if checked else None, newest, mean_weight
+
+
+def _weighed(head: TargetHead, batch: RolloutBatch, fill: Fill) -> tuple[RolloutBatch, float | None]:
+    """The batch with the weights of its tokens, and the mean weight where the logged law cannot have drawn them.
+
+    A token that the law s drew has a weight p / s of mean 1, whatever was drawn before it, so weights less 1 are not
+    correlated. Another mean shows that the trainer logged another law (another temperature, a top-p that nobody tells).
+    Then the logged log-probabilities are moved by its logarithm, so that the mean is 1.
+    """
+    weighed = head.weighed(batch, fill)
+    if weighed.log_weights is None:
+        return batch, None
+    drawn = batch.loss_mask if batch.older is None else batch.loss_mask & batch.older
+    off = weighed.log_weights[drawn].double().expm1()
+    mean, error = float(off.mean()), float(off.square().sum().sqrt()) / off.numel()
+    if abs(mean) <= _MEAN_OFF + _ERRORS_OFF * error:
+        return weighed, None
+    return head.weighed(replace(batch, logprobs=batch.logprobs + drawn * math.log1p(mean)), fill), 1.0 + mean
 
 
 def _older_drew(gap: float, newest: float | None, older: float | None) -> bool:
@@ -289,6 +313,7 @@ def score(drafters: Mapping[str, tuple[str, DraftModel]], found: SharedScore) ->
         drafting=found.order.drafting,
         logprob_gap=found.gap,
         newest_gap=found.newest_gap,
+        mean_weight=found.mean_weight,
         favour=found.favour,
     )
     sampling = SamplingSettings(part.temperature, part.top_p, part.top_k) if part.temperature else None
