@@ -170,17 +170,21 @@ class World:
         temperature: float = 1.0,
         change: Callable[[dict[str, Tensor]], None] | None = None,
         prompts: Sequence[int] | None = None,
+        late: int = 0,
+        told: bool = False,
         **metadata: Any,
     ) -> bytes:
         """One batch of sampled rollouts named `<name>/<i>`; `change` may spoil its tensors.
 
         `prompts`: numbers of the prompts that they answer, one for each; without them every rollout has its own.
+        `late`: so many of each rollout's first response tokens were drawn by the weights of the version before.
+        `told`: the file says which.
         """
         rng = np.random.default_rng([self.seed, *name.encode()])
         lengths = lengths or [int(n) for n in rng.integers(10, 20, len(prompts or range(rollouts or self.rollouts)))]
-        head = self.head_at(policy_version)
-        logits = self.states.float() @ head.T / (temperature or 1.0)  # [V, V]: of the next token, by the last one
-        law = torch.softmax(logits.double(), -1).numpy()
+        both = (self.states.float() @ self.head_at(v).T for v in (policy_version, policy_version - bool(late)))
+        logits, before = (one / (temperature or 1.0) for one in both)  # [V, V]: of the next token, by the last one
+        laws = [torch.softmax(one.double(), -1).numpy() for one in (logits, before)]
         ids: list[int] = []
         for index, length in enumerate(lengths):
             token = int(rng.integers(VOCAB))
@@ -190,15 +194,20 @@ class World:
             for place in range(length):
                 token = given[place] if place < len(given) else token
                 ids.append(token)
-                token = int(rng.choice(VOCAB, p=law[token] / law[token].sum()))
+                law = laws[place + 1 < 3 + late][token]
+                token = int(rng.choice(VOCAB, p=law / law.sum()))
         bounds = np.cumsum([0, *lengths])
         x = torch.tensor(ids)
         mask = torch.ones(len(ids), dtype=torch.uint8)
         logprobs = torch.zeros(len(ids))
         logprobs[1:] = torch.log_softmax(logits, -1)[x[:-1], x[1:]]
+        older = torch.zeros(len(ids), dtype=torch.int32)
         for start in bounds[:-1]:  # a prompt of three tokens
+            older[start + 3 : start + 3 + late] = 1
             mask[start : start + 3] = 0
             logprobs[start : start + 3] = 0.0
+        said = torch.nonzero(older).flatten()
+        logprobs[said] = torch.log_softmax(before, -1)[x[said - 1], x[said]]
         tensors = {
             "input_ids": x.int(),
             "cu_seqlens": torch.from_numpy(bounds.astype(np.int32)),
@@ -208,6 +217,8 @@ class World:
             "logprobs": logprobs,
             "logsumexp": torch.logsumexp(logits, -1)[x],
         }
+        if told:
+            tensors["versions_behind"] = older
         if change is not None:
             change(tensors)
         facts: dict[str, Any] = {
