@@ -71,8 +71,7 @@ async def one_failover(servers: Servers, run: str, seed: int) -> tuple[int, int,
         for name in answered:
             lost += not await client.exists(Keys(run).batch(name))
         await client.delete(Keys(run).queue)
-    await asyncio.to_thread(primary.start)
-    await asyncio.to_thread(servers.settle)
+    await asyncio.to_thread(servers.bring_back, primary)
     return len(before), lost, away
 
 
