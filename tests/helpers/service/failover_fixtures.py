@@ -69,6 +69,10 @@ class Server:
         self._process.kill()
         self._process.wait()
 
+    def signal(self, number: int) -> None:
+        """Send its process a signal."""
+        self._process.send_signal(number)
+
     def is_primary(self) -> bool:
         """Whether it takes writes, by its own word."""
         return bool(self.client.info("replication")["role"] == "master")
@@ -154,6 +158,12 @@ class Servers(ABC):
 class Sentinels(Servers):
     """A primary and its replica under three Sentinels."""
 
+    def __init__(
+        self, place: Path, down_after_ms: int = 5000
+    ) -> None:  # a busy machine lets a primary wait for seconds
+        super().__init__(place)
+        self._down_after_ms = down_after_ms
+
     def _begin(self) -> None:
         place = self.place
         self.nodes = [self._start(place / "primary")]
@@ -161,7 +171,7 @@ class Sentinels(Servers):
         until(self.nodes[0].has_replica, "the replica follows")
         watch = (
             f"sentinel monitor mine 127.0.0.1 {self.nodes[0].port} 2",
-            "sentinel down-after-milliseconds mine 5000",  # a busy machine lets a primary wait for seconds
+            f"sentinel down-after-milliseconds mine {self._down_after_ms}",
             "sentinel failover-timeout mine 10000",
         )
         self._watchers = [self._start(place / f"sentinel{n}", *watch) for n in range(3)]
