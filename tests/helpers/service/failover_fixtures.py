@@ -29,6 +29,16 @@ def until(condition: Callable[[], Any], what: str, seconds: float = 90.0) -> Non
         time.sleep(0.05)
 
 
+#: What was answered is on disk: a server that comes back empty may be elected, and its replica then empties itself.
+_DATA = (
+    'save ""',
+    "appendonly yes",
+    "appendfsync always",
+    "repl-diskless-sync-delay 0",
+    "repl-ping-replica-period 1",
+)
+
+
 class Server:
     """One Valkey process, that can be killed and started again on its port with what it wrote down."""
 
@@ -38,9 +48,10 @@ class Server:
         self.client: Any = Redis(port=self.port)
         self._file = place / "server.conf"
         self._sentinel = any(line.startswith("sentinel ") for line in options)
-        lines = [f"port {self.port}", "bind 127.0.0.1", f"dir {place}", *options]
+        self.log = place / "server.log"
+        lines = [f"port {self.port}", "bind 127.0.0.1", f"dir {place}", f"logfile {self.log}", *options]
         lines += [f"cluster-port {self.bus}"] if "cluster-enabled yes" in options else []
-        lines += [] if self._sentinel else ['save ""', "repl-diskless-sync-delay 0", "repl-ping-replica-period 1"]
+        lines += [] if self._sentinel else [*_DATA]
         self._file.write_text("\n".join(lines) + "\n")
         self.start()
 
@@ -48,13 +59,19 @@ class Server:
         """Start it, and wait for its first answer."""
         mode = ["--sentinel"] if self._sentinel else []
         argv = [str(find_binary()), str(self._file), *mode]
-        self._process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
+        self._process = subprocess.Popen(argv)
         until(self.client.ping, "the server answers")
+        if self._sentinel:  # one that had no processor for 2 s elects nobody for this long, by default 30 s
+            self.client.execute_command("SENTINEL", "DEBUG", "tilt-period", 1000)
 
     def kill(self) -> None:
         """End it as kill -9 does."""
         self._process.kill()
         self._process.wait()
+
+    def signal(self, number: int) -> None:
+        """Send its process a signal."""
+        self._process.send_signal(number)
 
     def is_primary(self) -> bool:
         """Whether it takes writes, by its own word."""
@@ -67,13 +84,13 @@ class Server:
         return bool(facts["role"] == "master" and replica.get("state") == "online" and replica["offset"] > 0)
 
     def wait_for_replica(self) -> None:
-        """Return when the replica has every write that was answered before."""
+        """Return when the replica has confirmed every write that was answered before."""
         offset = self.client.info("replication")["master_repl_offset"]
         until(lambda: self.client.info("replication")["slave0"]["offset"] >= offset, "the replica has it all")
 
 
 class Servers(ABC):
-    """Some servers, all killed at the end."""
+    """Some servers, all killed at the end. A test that fails prints what they logged last."""
 
     url: str
     nodes: list[Server]  # those with data
@@ -95,7 +112,24 @@ class Servers(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait until a primary could be lost."""
+        """Wait until a primary could be lost: all live, those that watch agree, and each replica has caught up."""
+
+    def kill(self, primary: Server) -> None:
+        """End a primary as kill -9 does, and wait until its replica has taken over."""
+        replica = self.replica_of(primary)
+        primary.kill()
+        until(replica.is_primary, "the replica takes over")
+
+    def bring_back(self, server: Server) -> None:
+        """Start a server that was killed, and wait until it follows and has caught up."""
+        server.start()
+        self.settle()
+        assert not server.is_primary()
+
+    def replica_of(self, primary: Server) -> Server:
+        """The one replica of a primary, by the replica's word."""
+        (found,) = (node for node in self.nodes if node.client.info("replication").get("master_port") == primary.port)
+        return found
 
     @abstractmethod
     def primary_of(self, _key: str) -> Server:
@@ -108,8 +142,11 @@ class Servers(ABC):
                 node.client.config_set(name.replace("_", "-"), value)
             node.client.config_rewrite()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stack.close()
+        if kind is not None:
+            for log in sorted(self.place.glob("*/server.log")):
+                print(f"--- {log.parent.name}", log.read_text()[-6000:], sep="\n")
 
     def _start(self, place: Path, *options: str) -> Server:
         server = Server(place, *options)
@@ -121,6 +158,12 @@ class Servers(ABC):
 class Sentinels(Servers):
     """A primary and its replica under three Sentinels."""
 
+    def __init__(
+        self, place: Path, down_after_ms: int = 5000
+    ) -> None:  # a busy machine lets a primary wait for seconds
+        super().__init__(place)
+        self._down_after_ms = down_after_ms
+
     def _begin(self) -> None:
         place = self.place
         self.nodes = [self._start(place / "primary")]
@@ -128,18 +171,21 @@ class Sentinels(Servers):
         until(self.nodes[0].has_replica, "the replica follows")
         watch = (
             f"sentinel monitor mine 127.0.0.1 {self.nodes[0].port} 2",
-            "sentinel down-after-milliseconds mine 1000",
-            "sentinel failover-timeout mine 4000",
+            f"sentinel down-after-milliseconds mine {self._down_after_ms}",
+            "sentinel failover-timeout mine 10000",
         )
         self._watchers = [self._start(place / f"sentinel{n}", *watch) for n in range(3)]
         self.url = f"redis+sentinel://{','.join(f'127.0.0.1:{each.port}' for each in self._watchers)}/mine"
         self.settle()
 
     def settle(self) -> None:
-        """Wait until a primary could be lost: all Sentinels know each other, the primary and its replica."""
+        """Wait until all Sentinels know each other and one primary, whose replica has caught up."""
         for watcher in self._watchers:
             until(functools.partial(_has_found, watcher), "the Sentinels found all")
-        until(lambda: any(server.has_replica() for server in self.nodes), "the replica has caught up")
+        until(
+            lambda: self.leader() in [server.port for server in self.nodes if server.has_replica()],
+            "the replica of the Sentinels' primary has caught up",
+        )
 
     def leader(self) -> int:
         """The port of whom the Sentinels send clients to; 0 while they say different ones."""

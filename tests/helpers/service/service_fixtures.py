@@ -106,7 +106,7 @@ class RunningService:
         """Every file in the spool, uploads in progress included."""
         return sorted(p for p in (self.layout.root / "spool").rglob("*") if p.is_file())
 
-    def raw(self, request: bytes, *, read_seconds: float = 5.0) -> bytes:
+    def raw(self, request: bytes, *, read_seconds: float = 60.0) -> bytes:
         """Send bytes as they are and read until the server closes or falls silent."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=read_seconds) as connection:
             connection.sendall(request)
