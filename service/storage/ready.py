@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -28,6 +28,8 @@ log = logging.getLogger("draftalign.api")
 
 #: Most seconds that a probe of Redis waits: a command by itself would wait 15 s for one that hangs.
 PROBE_SECONDS: Final = 1.5
+#: After a pause of this process itself, Redis' answer may have come already: reading it takes a moment.
+AWAKE_SECONDS: Final = 0.2
 #: How long the outcome of a test write stands: whoever asks meanwhile is told it, and causes no write.
 _TESTED_SECONDS: Final = 1.0
 #: A write as the service makes its own: by a script, which a user may be denied where MSET is allowed.
@@ -103,6 +105,26 @@ class _AsyncCluster(redis.asyncio.cluster.RedisCluster):
 
         pipe.execute = told
         return pipe
+
+
+@contextlib.asynccontextmanager
+async def soon() -> AsyncIterator[None]:
+    """Redis' TimeoutError where its answers are not here within `PROBE_SECONDS`.
+
+    The last `AWAKE_SECONDS` of them begin when this process gets there: it may itself have had no processor until then.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(None) as limit:
+            begin_last = loop.call_later(
+                PROBE_SECONDS - AWAKE_SECONDS, lambda: limit.reschedule(loop.time() + AWAKE_SECONDS)
+            )
+            try:
+                yield
+            finally:
+                begin_last.cancel()
+    except TimeoutError as error:
+        raise redis_errors.TimeoutError(f"no answer in {PROBE_SECONDS} s") from error
 
 
 class _AsyncBehindSentinel(redis.asyncio.Redis):
@@ -187,11 +209,9 @@ class WriteTest:
 
     async def _write(self) -> RedisError | None:
         try:
-            async with asyncio.timeout(PROBE_SECONDS):
+            async with soon():
                 keys = _ready_keys(self._redis)
                 await self._redis.eval(_TEST_WRITE, len(keys), *keys)
-        except TimeoutError:
-            return redis_errors.TimeoutError(f"no answer in {PROBE_SECONDS} s")
         except RedisError as error:
             return error
         finally:

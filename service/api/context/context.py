@@ -35,7 +35,7 @@ from service.storage.queue.dead import DeadLetters
 from service.storage.queue.incoming import Incoming
 from service.storage.queue.lease import give_back, is_worked_on, take_from_workers
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, fair_bound
-from service.storage.ready import PROBE_SECONDS, WriteTest, asked_of, memory_of
+from service.storage.ready import WriteTest, asked_of, memory_of, soon
 from service.storage.registry import Registry
 from service.storage.reports.drafting import settings_of
 from service.storage.reports.store import AsyncStore
@@ -94,11 +94,8 @@ class RedisServer:
 
     async def soon(self, asked: Awaitable[T]) -> T:
         """What Redis answers; a RedisError unless it does so soon."""
-        try:
-            async with asyncio.timeout(PROBE_SECONDS):
-                return await asked
-        except TimeoutError as error:
-            raise redis.exceptions.TimeoutError(f"no answer in {PROBE_SECONDS} s") from error
+        async with soon():
+            return await asked
 
 
 #: What is made of a run again and again: its part of `/metrics`, the snapshot that its headline is of.

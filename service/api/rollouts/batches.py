@@ -46,14 +46,12 @@ from service.storage.layout import BATCH_ID
 from service.storage.queue.incoming import new_name
 from service.storage.queue.keys import death_code
 from service.storage.queue.rollout_queue import Batch, Depth, Enqueued
-from service.storage.ready import PROBE_SECONDS
+from service.storage.ready import AWAKE_SECONDS, PROBE_SECONDS
 from service.storage.runs import RunRecord, check_open
 from service.storage.spool import Upload
 
 log = logging.getLogger("draftalign.api")
 router = APIRouter(tags=["rollouts"])
-#: After a pause of this process itself, Redis' answer may have come already: reading it takes a moment.
-_AWAKE_SECONDS = 0.2
 #: A file of at most this size in tokens is checked on the event loop, in 0.1 ms: less than a thread takes to begin.
 _FEW_TOKENS = 4096
 
@@ -376,7 +374,7 @@ async def add_entry(
     check_open(context.layout, run, for_rollouts=True)
     finishing = asyncio.ensure_future(_finish_enqueue(context, run, batch, room, came_here))
     try:
-        for seconds in (PROBE_SECONDS, _AWAKE_SECONDS):
+        for seconds in (PROBE_SECONDS, AWAKE_SECONDS):
             done, _ = await asyncio.wait({finishing}, timeout=seconds)
             if done:
                 return finishing.result()

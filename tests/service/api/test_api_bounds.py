@@ -37,10 +37,12 @@ from redis import Redis
 
 from rl_hooks import wire
 from service.api.app import create_app
+from service.api.context.context import RedisServer
 from service.api.port.connections import Places
 from service.api.rollouts import batches as rollouts_api
 from service.monitor.events import Moved
 from service.settings import Settings
+from service.storage import ready
 from service.storage.history import events
 from service.storage.layout import Layout, locked
 from service.storage.queue.keys import Keys
@@ -527,6 +529,28 @@ def test_who_leaves_before_the_test_write_has_ended_takes_nobodys_answer_along(o
     left, told = asyncio.run(ask())
     assert isinstance(left, asyncio.CancelledError)
     assert told is None
+
+
+def test_a_pause_of_this_process_is_not_taken_for_one_of_redis(
+    own_valkey: OwnValkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ready, "PROBE_SECONDS", 1.0)
+
+    async def ask() -> None:
+        async with redis.asyncio.Redis.from_url(own_valkey.url) as client:
+            server = RedisServer(client)
+            await server.check()  # it is connected
+            for check in (server.check, server.writes.check):
+                own_valkey.process.send_signal(signal.SIGSTOP)
+                try:
+                    asked = asyncio.create_task(check())
+                    await asyncio.sleep(0.1)  # the question is on its way
+                finally:
+                    own_valkey.process.send_signal(signal.SIGCONT)
+                time.sleep(2 * ready.PROBE_SECONDS)  # noqa: ASYNC251 - meanwhile the answer comes
+                await asked
+
+    asyncio.run(ask())
 
 
 def test_an_upload_that_breaks_off_leaves_nothing_and_no_traceback(
