@@ -356,7 +356,7 @@ def file_bytes(hidden: int, dtype: FeatureDtype, last_rows: wire.LastRows, promp
         target_fingerprint="0" * 32,
         aux_layers=tuple(range(layers)),
     )
-    return sum(memoryview(part).nbytes for part in staged.encode(metadata, once=True))
+    return sum(memoryview(part).nbytes for part in staged.encode(metadata, takes=["aux_rows"]))
 
 
 def bytes_table() -> None:

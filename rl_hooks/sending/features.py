@@ -10,7 +10,7 @@ Legend: N rows (tokens) of the packed rollouts, R rollouts, H hidden size, A aux
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final, Literal, NamedTuple, get_args
@@ -57,10 +57,10 @@ def checked_dtype(dtype: FeatureDtype) -> FeatureDtype:
 
 
 def row_bytes(layers: int, hidden_size: int, dtype: FeatureDtype) -> int:
-    """Bytes of one row of a file, at most: features with their scales, normaliser, two log-probabilities, id, mask."""
+    """Bytes of a row of a file, at most: features with scales, normaliser, two log-probabilities, id, mask, version."""
     aux = layers * (2 * hidden_size if dtype == "bfloat16" else hidden_size + 4)
     last = hidden_size + 4 if dtype == "float8_e4m3_all" else 2 * hidden_size
-    return aux + last + 17
+    return aux + last + 21
 
 
 @torch.no_grad()
@@ -195,6 +195,7 @@ class PackedIndex:
     cu_seqlens: npt.NDArray[np.int32]  # [R + 1]
     loss_mask: npt.NDArray[np.uint8]  # [N]
     logprobs: npt.NDArray[np.float32] | None  # [N], NaN where unknown; None: take those that were recomputed
+    versions_behind: npt.NDArray[np.int32] | None = None  # [N], as a file has it; None: not known
 
 
 class StagedRollouts:
@@ -229,13 +230,13 @@ class StagedRollouts:
         self._copies = HostCopies(tensors)
         N, R = len(index.input_ids), len(index.cu_seqlens) - 1
         #: Size of the file's tensors, without the header.
-        self.data_bytes = sum(t.numel() * t.element_size() for t in tensors.values()) + 5 * N + 4 * (R + 1)
+        self.data_bytes = sum(t.numel() * t.element_size() for t in tensors.values()) + 9 * N + 4 * (R + 1)
 
-    def encode(self, metadata: Mapping[str, str], *, once: bool) -> list[bytes | memoryview]:
+    def encode(self, metadata: Mapping[str, str], *, takes: Collection[str]) -> list[bytes | memoryview]:
         """Lay out the rollout file as parts that can be sent without another copy.
 
-        `once`: the auxiliary states of a prompt that several rollouts share are there once, where they are alike; that
-        takes a copy of those that are left. Only for a service that takes `aux_rows`.
+        `takes`: optional tensors that the service takes. With `aux_rows` the auxiliary states of a prompt that several
+        rollouts share are there once, where they are alike; that takes a copy of those that are left.
         """
         index, host = self.index, self._copies.wait()
         # An engine may fail to score a token (NaN, -inf): then the value of the trainer's own forward is taken.
@@ -248,8 +249,10 @@ class StagedRollouts:
             "loss_mask": wire.Tensor.of(index.loss_mask, "U8"),
             "logprobs": wire.Tensor.of(known.astype(np.float32), "F32"),
         }
+        if index.versions_behind is not None and "versions_behind" in takes:
+            file["versions_behind"] = wire.Tensor.of(index.versions_behind, "I32")
         scale = host.get("aux_hidden_scale")
-        rows = shared_rows(index, host["aux_hidden"], scale, self._layers) if once else None
+        rows = shared_rows(index, host["aux_hidden"], scale, self._layers) if "aux_rows" in takes else None
         if rows is not None:
             file["aux_rows"] = wire.Tensor.of(rows.places, "I32")
             aux = {name: host[name] for name in ("aux_hidden", "aux_hidden_scale") if name in host}

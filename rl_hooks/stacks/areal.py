@@ -6,7 +6,7 @@
 Both are subclasses of AReaL's own; nothing of it is patched. Written against AReaL 1.0.4. Four questions are answered:
 
 - tokens and mask: the packed micro-batches, and their `loss_mask`; older weights may have drawn some of the tokens, so
-  the sampler's log-probabilities are needed;
+  the sampler's log-probabilities are needed, and `versions` says which;
 - version: the engine's own (`get_version`), of the weights of the forward, which gives the features;
 - which forward: the pass for proximal log-probabilities. Not the update's, not the reference's, not the teacher's;
 - which rank sends: each its own rollouts, as data is parallel; rank 0 registers the run.
@@ -107,11 +107,13 @@ class DraftalignPPOActor(FSDPPPOActor):  # type: ignore[misc]
             hook.tally.warn("logprobs", "rollouts without the sampler's log-probabilities (`logprobs`) are left out")
             return None
         rewards = packed.get("rewards")  # [rollouts of the whole batch], as AReaL's own workflows have them
+        drew = packed.get("versions")  # of each token; -1, which is not sent, where a workflow does not know it
         return {
             "input_ids": packed["input_ids"].long(),
             "cu_seqlens": packed["cu_seqlens"].long(),
             "loss_mask": packed["loss_mask"].bool(),
             "logprobs": packed["logprobs"],
+            "versions_behind": None if drew is None else self.get_version() - drew.long(),
             "rewards": rewards[places].tolist() if rewards is not None and rewards.ndim == 1 else None,
             "strata": prompt_kinds(packed, places, rollouts),
             "policy_version": self.get_version(),

@@ -6,8 +6,8 @@ are answered:
 
 - tokens and mask: the paths of the tree; of them the trainer's own loss terms, with the sampler's log-probabilities;
 - version: `model_version` of the weights of the forward, which gives the features. Older ones may have drawn the
-  tokens: in asynchronous RL they mostly have. What is trained on with weights of no version is left out, and counted
-  (`skipped_stale`);
+  tokens: in asynchronous RL they mostly have. A sample has the version at which its group began, the oldest that may
+  have. What is trained on with weights of no version is left out, and counted (`skipped_stale`);
 - which forward: `compute_loss`, until the first optimizer step after the weights were given to the sampler;
 - which rank sends: each the rollouts of its own row; rank 0 takes them from the queue, and registers the run.
 """
@@ -28,16 +28,16 @@ from rl_hooks.trainer.hook import DrafterHook
 
 #: Columns of the batch. int64 [ranks, T]: where the forward has each token of the rollouts, end to end; -1: padding.
 _PLACES: Final = "draftalign_places"
-#: float64 [ranks, rollouts, 6]: tokens (-1: padding), number, the prompt's kind, reward (NaN: not known); of rank 0
-#: when it packed the batch: the version, and how often weights had been given to the sampler. That may be a step before
-#: it is trained on.
+#: float64 [ranks, rollouts, 7]: tokens (-1: padding), number, the prompt's kind, the oldest version that may have drawn
+#: it, reward (NaN: not known); of rank 0 when it packed the batch: the version, and how often weights had been given to
+#: the sampler. That may be a step before it is trained on.
 _ROLLOUTS: Final = "draftalign_rollouts"
 
 
 class _Labelled(dict[str, float]):
-    """A sample's metrics, which TRL hands on to its collator as they are: with its number, and its prompt's kind."""
+    """A sample's metrics, which TRL hands on to its collator as they are: with what it does not hand on."""
 
-    number = kind = -1
+    number = kind = drew = -1
 
 
 class AsyncAttachment(Attachment):
@@ -82,10 +82,9 @@ class AsyncAttachment(Attachment):
         return sample
 
     def _label(self, sample: Any) -> None:
-        metrics = _Labelled(sample.metrics)
-        metrics.number = self._numbered
+        sample.metrics = metrics = _Labelled(sample.metrics)
+        metrics.number, metrics.drew = self._numbered, sample.model_version
         self._numbered += 1
-        sample.metrics = metrics
         if self.kinds is not None:
             metrics.kind = self.kinds.number(sample.prompt)
             if metrics.kind < 0:
@@ -111,7 +110,7 @@ class AsyncAttachment(Attachment):
 
         def told(sample: Any) -> tuple[float, ...]:
             of = sample["metrics"]
-            return (len(sample["input_ids"]), of.number, of.kind, of.get("reward", math.nan), *now)
+            return (len(sample["input_ids"]), of.number, of.kind, of.drew, of.get("reward", math.nan), *now)
 
         tables = [torch.tensor([told(sample) for sample in row.samples], dtype=torch.float64) for row in rows]
         return {
@@ -125,7 +124,7 @@ class AsyncAttachment(Attachment):
         if _ROLLOUTS not in inputs or not model.training:
             return None
         table = inputs[_ROLLOUTS][0]
-        lengths, numbers, kinds, rewards, versions, given = table[table[:, 0] >= 0].T
+        lengths, numbers, kinds, drew, rewards, versions, given = table[table[:, 0] >= 0].T
         if self._given_steps != self._steps:
             self._skipped_stale += len(lengths)
             return None
@@ -145,6 +144,7 @@ class AsyncAttachment(Attachment):
             "tree_places": places,
             "loss_mask": loss_mask[None],
             "logprobs": logprobs[None],
+            "versions_behind": torch.repeat_interleave(version - drew.long(), lengths)[None],
             "policy_version": version,
             "rewards": rewards.tolist() if bool(rewards.isfinite().all()) else None,
             "strata": None if self.kinds is None else [self.kinds.names[int(kind)] for kind in kinds.tolist()],

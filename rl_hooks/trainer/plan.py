@@ -64,6 +64,9 @@ class CaptureArguments:
     #: [B, S]: log p of each of `input_ids` under the distribution it was sampled from. Column s is of token s. Those
     #: left out or NaN are recomputed from the features.
     logprobs: Tensor | None = None
+    #: Integers [B, S]: how many policy versions, at most, the weights that drew a token were behind the forward's; 0
+    #: where these drew it, for sure. Read where `loss_mask` is 1. None: not known.
+    versions_behind: Tensor | None = None
     rewards: Sequence[float] | Tensor | None = None
     temperature: float = 1.0
     top_p: float | None = 1.0
@@ -86,6 +89,7 @@ class MegatronCaptureKeywords(TypedDict, total=False):
     attention_mask: Tensor | None
     cu_seqlens: Tensor | None
     logprobs: Tensor | None
+    versions_behind: Tensor | None
     rewards: Sequence[float] | Tensor | None
     temperature: float
     top_p: float | None
@@ -150,6 +154,7 @@ class BatchPlan:
                 cu_seqlens=np.minimum(index.cu_seqlens[first : last + 1] - begin, rows.stop - begin).astype(np.int32),
                 loss_mask=index.loss_mask[rows],
                 logprobs=None if index.logprobs is None else index.logprobs[rows],
+                versions_behind=None if index.versions_behind is None else index.versions_behind[rows],
             ),
             rollout_ids=self.rollout_ids[chosen],
             rewards=None if self.rewards is None else self.rewards[chosen],
@@ -378,6 +383,13 @@ def _within(name: str, value: Any, highest: int, lowest: int = 0) -> float:
     return found
 
 
+def _behind(layout: PackedRollouts, said: Tensor, generated_T: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """`versions_behind` [T] of tokens that the policy generated; 0 elsewhere."""
+    if isinstance(said, Tensor) and said.is_floating_point():
+        raise RolloutError(f"versions_behind must be integers, got {said.dtype}")
+    return np.where(generated_T, layout.flat("versions_behind", said, np.int64), 0)
+
+
 def plan_batch(ids: RolloutIds, choice: RolloutChoice, told: CaptureArguments) -> BatchPlan | None:
     """Check what `capture` was told and choose among the rollouts; None if none is chosen.
 
@@ -408,6 +420,7 @@ def plan_batch(ids: RolloutIds, choice: RolloutChoice, told: CaptureArguments) -
     named = told.rollout_ids
     # No features precede the first token of a rollout, so it cannot be predicted.
     generated_T[[one[0] for one in places if len(one)]] = False
+    behind_T = None if told.versions_behind is None else _behind(layout, told.versions_behind, generated_T)
     names: list[str]
     known_as: list[tuple[int, int]] | None = None
     if named is None:
@@ -428,6 +441,12 @@ def plan_batch(ids: RolloutIds, choice: RolloutChoice, told: CaptureArguments) -
         choice.tally.warn("rewards", "a reward is not finite, or beyond 1e300: those of its batch are not sent")
         values = None
     rows = np.concatenate([places[b] for b in chosen])
+    if behind_T is not None:
+        low, high = int(behind_T[rows].min()), int(behind_T[rows].max())
+        if low < 0 or high > min(policy_version, np.iinfo(np.int32).max):
+            said = f"versions_behind are {low} to {high}, expected 0 to policy_version ({policy_version})"
+            choice.tally.warn("versions_behind", f"{said}: those of such a batch are not sent")
+            behind_T = None
     return BatchPlan(
         rows=layout.in_forward(rows).astype(np.int64),
         index=PackedIndex(
@@ -435,6 +454,7 @@ def plan_batch(ids: RolloutIds, choice: RolloutChoice, told: CaptureArguments) -
             cu_seqlens=np.cumsum([0, *(len(places[b]) for b in chosen)], dtype=np.int32),
             loss_mask=generated_T[rows].astype(np.uint8),
             logprobs=None if logprobs_T is None else logprobs_T[rows],
+            versions_behind=None if behind_T is None else behind_T[rows].astype(np.int32),
         ),
         rollout_ids=tuple(names[b] for b in chosen),
         rewards=None if values is None else tuple(values[b] for b in chosen),

@@ -198,7 +198,7 @@ class RolloutStaging:
         def body() -> Sequence[bytes | memoryview]:
             if self.agreement is not None:
                 self.agreement.judge()
-            return staged.encode(metadata, once="aux_rows" in sender.optional_tensors)
+            return staged.encode(metadata, takes=sender.optional_tensors)
 
         sender.submit(body, size_bytes=staged.data_bytes)
 

@@ -35,6 +35,10 @@ def test_rollouts_are_sent_one_by_one_whatever_weights_drew_them(ranks: list[dic
         assert step["features"] < 2**-7  # bfloat16's rounding, against each rollout alone
         assert step["logp"] == 0.0  # the sampler's, as the workflow gave them
         assert step.get("head", rank == 1)
+    # Of version 0 none is older: where the workflow says -1, a file tells nothing. Then one was begun by the weights
+    # before, and one is all theirs.
+    assert not any(any(one) for one in found["steps"][0]["behind"])
+    assert sorted(map(sum, found["steps"][1]["behind"])) == [0, 0, 0, 0, 4, 10]
     assert found["areals"] == pytest.approx([0.0, 0.0], abs=1e-5), "its own pass agrees with each rollout alone"
 
 

@@ -192,6 +192,7 @@ class Sent:
     logprobs: list[float]
     reward: float | None
     stratum: str | None
+    behind: list[int] | None
     aux: Tensor
     last: Tensor
     logsumexp: Tensor
@@ -201,7 +202,8 @@ def rollouts_of(file: wire.MappedFile) -> Iterator[Sent]:
     header = wire.check_rollout_header(file.header)
     shared = file.array("aux_rows") if "aux_rows" in file.header.tensors else None
     ids, starts, mask, logprobs = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask", "logprobs"))
-    wire.check_index(header, ids, starts, mask, VOCAB, shared)
+    behind = file.array("versions_behind") if "versions_behind" in file.header.tensors else None
+    wire.check_index(header, ids, starts, mask, VOCAB, shared, behind)
     aux = as_float(file, "aux_hidden")
     last, lse = (of_every_token(file, name) for name in ("last_hidden", "logsumexp"))
     for number, mine in enumerate(slice(*ends) for ends in pairwise(starts.tolist())):
@@ -212,6 +214,7 @@ def rollouts_of(file: wire.MappedFile) -> Iterator[Sent]:
             logprobs=logprobs[mine].tolist(),
             reward=None if header.rewards is None else header.rewards[number],
             stratum=None if header.strata is None else header.strata[number],
+            behind=None if behind is None else behind[mine].tolist(),
             aux=aux[mine],
             last=last[mine],
             logsumexp=lse[mine],

@@ -138,7 +138,11 @@ CONTRACTS: dict[str, Contract] = {
             Site(_ASYNC, "AsyncGRPOTrainer._sync_weight", does=("self._sync_weight_lora", "self._sync_weight_merged")),
             Site(_ASYNC, "AsyncGRPOTrainer.log", ("logs",)),
             Site(_ASYNC, "DataCollatorForRollout.torch_call", ("examples",)),
-            Site(_ASYNC_WORKER, "RolloutSample", does=("prompt: Messages", "metrics: dict[str, float]")),
+            Site(
+                _ASYNC_WORKER,
+                "RolloutSample",
+                does=("prompt: Messages", "model_version: int", "metrics: dict[str, float]"),
+            ),
         ),
     ),
     "Unsloth GRPO": Contract(
@@ -276,6 +280,11 @@ CONTRACTS: dict[str, Contract] = {
             Site(_AREAL_FSDP, "FSDPEngine.forward_backward_batch", ("mb_list", "process_output_fn", "forward_only")),
             Site(_AREAL_FSDP, "FSDPEngine.get_version"),
             Site(_AREAL_FSDP, "FSDPEngine.export_stats"),
+            Site(
+                "areal/workflow/rlvr.py",
+                "RLVRWorkflow.arun_episode",
+                does=("versions = [-1] * resp.input_len + resp.output_versions",),
+            ),
             Site(_AREAL_FSDP, "FSDPPPOActor.compute_logp", does=("self.actor.compute_logp",)),
             Site("areal/api/cli_args.py", "PPOActorConfig.should_compute_prox_logp"),
             Site(

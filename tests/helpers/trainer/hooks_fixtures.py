@@ -224,8 +224,8 @@ def of_every_token(file: wire.MappedFile, name: str) -> torch.Tensor:
 
 
 def only_predicting_rows(_request: Received) -> Answer:
-    """The answer of a service that reads no other last states."""
-    return 202, {}, {"duplicate": False, "last_rows": "predicting", "optional_tensors": ["aux_rows"]}
+    """The answer of a service that reads no other last states, and takes all optional tensors."""
+    return 202, {}, {"duplicate": False, "last_rows": "predicting", "optional_tensors": wire.OPTIONAL_TENSORS}
 
 
 def step(

@@ -88,7 +88,7 @@ def states_alone(out: Any, layers: Sequence[int]) -> torch.Tensor:
 def compare(service: Receiver, found: Found, expected: dict[tuple[int, ...], Alone], head: torch.Tensor) -> Found:
     """Every rollout that came since the last call beside `expected`, by its tokens; `head` is the policy's."""
     result: Found = {"rollouts": 0, "features": 0.0, "mask": True, "logp": 0.0, "rewards": True, "strata": True}
-    result |= {"versions": [], "packed": [], "last_rows": []}
+    result |= {"versions": [], "packed": [], "last_rows": [], "behind": []}
     directory = Path(found["directory"])
     for request in service.rollouts()[found.setdefault("read", 0) :]:
         file = mapped(request, directory)
@@ -113,6 +113,8 @@ def compare(service: Receiver, found: Found, expected: dict[tuple[int, ...], Alo
                 gaps = (of_every_token(file, "logsumexp")[begin:end] - alone.logsumexp)[predicting > 0]
                 normaliser = float(gaps.abs().max())
                 result["normaliser"] = max(result.get("normaliser", 0.0), normaliser)
+            if "versions_behind" in file.header.tensors:
+                result["behind"].append(file.array("versions_behind")[begin:end].tolist())
             result["rollouts"] += 1
         result["packed"].append(len(bounds) - 1)
         result["last_rows"].append(wire.check_rollout_header(file.header).last_rows)

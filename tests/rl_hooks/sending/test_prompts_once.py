@@ -58,7 +58,7 @@ def encoded(index: PackedIndex, captured: Captured, dtype: FeatureDtype, path: P
         target_fingerprint="f" * 32,
         aux_layers=AUX,
     )
-    path.write_bytes(b"".join(staged.encode(metadata, once=True)))
+    path.write_bytes(b"".join(staged.encode(metadata, takes=["aux_rows"])))
     return path
 
 

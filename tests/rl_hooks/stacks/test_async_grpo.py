@@ -139,11 +139,13 @@ def ids_of(request: Any, directory: Path) -> tuple[str, ...]:
     return wire.check_rollout_header(mapped(request, directory).header).rollout_ids
 
 
-def test_the_prompt_of_a_group_is_sent_once(service: Receiver, tmp_path: Path) -> None:
+def test_a_groups_prompt_is_sent_once_and_each_sample_says_how_old_its_weights_are(
+    service: Receiver, tmp_path: Path
+) -> None:
     service.answer = lambda _: (
         202,
         {},
-        {"duplicate": False, "last_rows": "predicting", "optional_tensors": ["aux_rows"]},
+        {"duplicate": False, "last_rows": "predicting", "optional_tensors": [*wire.OPTIONAL_TENSORS]},
     )
     trainer = make_async_trainer(tmp_path, save_policy(tmp_path), draws)
     attachment = attach(trainer, service.url, run="r", aux_layers=AUX, strict=True)
@@ -153,12 +155,17 @@ def test_the_prompt_of_a_group_is_sent_once(service: Receiver, tmp_path: Path) -
     (tmp_path / "files").mkdir()
     shared = [f for r in service.rollouts() if "aux_rows" in (f := mapped(r, tmp_path / "files")).header.tensors]
     assert len(shared) == 9
+    told = set[int]()
     for file in shared:
         sent = [*rollouts_of(file)]
         of_one_prompt = sum(one.mask.index(1) == 5 for one in sent)  # the cut one's prompt is longer
         assert len(file.array("input_ids")) - len(file.array("aux_hidden")) == 5 * (of_one_prompt - 1)
         for one in sent:
             assert far_from_its_own_forward(one, sampler.weights[one.version], AUX, 1.0) <= NEAR
+            behind = one.version - sample_of(one, sampler.samples).model_version
+            assert one.behind == [behind * own for own in one.mask]
+            told.add(behind)
+    assert told == {0, 1, 2}
     attachment.close()
 
 

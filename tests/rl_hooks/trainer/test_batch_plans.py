@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 from typing import Any
 
@@ -47,6 +48,36 @@ def planned(**more: Any) -> BatchPlan:
     plan = plan_of(**more)
     assert plan is not None
     return plan
+
+
+# --- the weights that drew a token
+def test_by_how_many_versions_weights_were_behind_is_read_where_the_policy_generated() -> None:
+    said = torch.arange(12)[None] % 4  # of policy version 3
+    behind = planned(versions_behind=torch.where(torch.arange(12) < 2, -9, said)).index.versions_behind
+    assert behind is not None
+    assert behind.dtype == np.int32
+    assert behind.tolist() == [0, 0, 2, 0, 0, 1, 2, 3, 0, 0, 2, 3]
+    assert planned(versions_behind=said.bool()).index.versions_behind is not None, "older or not"
+    assert planned().index.versions_behind is None
+
+
+@pytest.mark.parametrize("bad", [-1, 4, 2**40, -(2**63)])
+def test_versions_that_cannot_be_cost_what_is_told_and_not_the_rollouts(
+    bad: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = torch.zeros(1, 12, dtype=torch.int64)
+    said[0, 2] = bad
+    plan = planned(versions_behind=said)
+    assert (len(plan.rollout_ids), plan.index.versions_behind) == (3, None)
+    assert f"{min(bad, 0)} to {max(bad, 0)}, expected 0 to policy_version (3)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "bad", [torch.full((1, 12), math.nan), torch.zeros(1, 11).int(), torch.zeros(2, 12).int(), [[0] * 12], 0]
+)
+def test_what_is_told_of_other_tokens_or_in_no_integers_is_refused_by_name(bad: Any) -> None:
+    with pytest.raises(RolloutError, match="versions_behind must be"):
+        plan_of(versions_behind=bad)
 
 
 # --- ids
@@ -236,7 +267,7 @@ def test_what_no_file_can_say_is_refused(fields: dict[str, Any], said: str) -> N
 def parts(tokens: int, longest: int) -> list[tuple[list[int], list[str], list[int]]]:
     hashes = {name: wire.prompt_hash([n]) for n, name in enumerate("abc")}
     listed: dict[str, Any] = {"rewards": [1.0, 2.0, 3.0], "strata": list("xyz"), "prompt_hashes": [*hashes.values()]}
-    plan = planned(logprobs=-torch.arange(12.0)[None], **listed)
+    plan = planned(logprobs=-torch.arange(12.0)[None], versions_behind=torch.arange(12)[None] % 4, **listed)
     found = []
     for rows, part in plan.files(tokens, longest):
         names = [one[0] for one in part.rollout_ids]
@@ -244,6 +275,10 @@ def parts(tokens: int, longest: int) -> list[tuple[list[int], list[str], list[in
         assert part.index.input_ids.tolist() == plan.index.input_ids[rows].tolist()
         assert part.index.loss_mask.tolist() == plan.index.loss_mask[rows].tolist()
         assert part.index.logprobs is not None
+        assert part.index.versions_behind is not None
+        assert part.index.versions_behind.tolist() == [
+            row % 4 * mask for row, mask in zip(part.rows.tolist(), part.index.loss_mask.tolist(), strict=True)
+        ]
         assert part.index.logprobs.tolist() == [-float(row) for row in range(rows.start, rows.stop)]
         assert part.index.cu_seqlens.dtype == np.int32
         assert part.rewards == tuple("abc".index(name) + 1.0 for name in names)

@@ -96,6 +96,25 @@ def test_a_reward_that_is_no_number_costs_the_rewards_and_not_the_rollouts(
     hook.close()
 
 
+@pytest.mark.parametrize("takes", [[], ["aux_rows"], ["aux_rows", "versions_behind"]])
+def test_a_file_tells_how_old_the_weights_were_that_drew_a_token_where_the_service_takes_it(
+    service: Receiver, tmp_path: Path, takes: list[str]
+) -> None:
+    service.answer = lambda _request: (202, {}, {"duplicate": False, "optional_tensors": takes})
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    behind = (torch.arange(batch.input_ids.numel()) % 4).view_as(batch.input_ids)  # of policy version 3
+    run_once(hook, model, batch, versions_behind=torch.where(batch.loss_mask == 1, behind, -7))
+    file = sent_file(service, hook, tmp_path)
+    assert ("versions_behind" in file) == ("versions_behind" in takes)
+    if "versions_behind" in file:
+        ids, starts, mask, sent = (file.array(n) for n in ("input_ids", "cu_seqlens", "loss_mask", "versions_behind"))
+        wire.check_index(wire.check_rollout_header(file.header), ids, starts, mask, VOCAB, versions_behind=sent)
+        assert sent.tolist() == (behind * batch.loss_mask)[batch.attention_mask == 1].tolist()
+        assert set(sent.tolist()) == {0, 1, 2, 3}
+    hook.close()
+
+
 def test_stripped_features_equal_those_of_the_unpadded_sequences(service: Receiver, tmp_path: Path) -> None:
     model, batch = tiny().bfloat16().float(), padded_batch(LENGTHS)
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)

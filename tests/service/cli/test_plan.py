@@ -75,7 +75,7 @@ def test_a_files_bytes_are_those_that_the_hook_writes(
         run="default", policy_version=0, rollout_ids=ids, target_fingerprint="0" * 32, aux_layers=(1, 2, 3),
         rewards=[0.0] * rollouts,
     )  # fmt: skip
-    written = wire.parts_bytes(staged.encode(metadata, once=together))
+    written = wire.parts_bytes(staged.encode(metadata, takes=["aux_rows"] if together else []))
     planned = file_bytes(SMALL, rollouts, tokens, dtype, prompt / tokens, rollouts if together else 1)
     assert abs(planned - written) <= 256  # of offsets in the header
 
