@@ -81,7 +81,9 @@ def in_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
         UpdateWeightsFromTensorReqOutput,
     )
 
-    if (why := hindered(manager)) is not None:
+    # In a fork of another shape an exception would end the scheduler.
+    why = hindered(manager) if hasattr(manager, "_session") else "this SGLang's sessions are of another shape"
+    if why is not None:
         return UpdateWeightsFromTensorReqOutput(success=False, message=why)
     manager.begin_weight_update(BeginWeightUpdateReqInput(selector="draft"))
     try:

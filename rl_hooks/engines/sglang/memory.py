@@ -53,4 +53,4 @@ def hindered(manager: Any) -> str | None:
     """Why no drafter may be loaded now, alike on all ranks; None: it may. `manager`: SGLang's of weight updates."""
     if MEMORY.released:
         return REFUSAL
-    return None if getattr(manager, "_session", None) is None else _SESSION
+    return None if manager._session is None else _SESSION
