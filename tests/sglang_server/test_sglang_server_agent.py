@@ -118,14 +118,13 @@ def answers_over_a_swap(
         with ThreadPoolExecutor(len(prompts)) as pool:
             asked = [pool.submit(ask, client) for client in range(len(prompts))]
             eventually(lambda: all(facts.get("completion_tokens", 0) > 20 for facts in said))
-            server.post("/pause_generation", mode="in_place")  # until the agent has swapped, and lets it go on
+            server.post("/pause_generation", mode="in_place")  # the agent lets it stand
             time.sleep(1)  # what was computed arrives
             tokens_then = [facts["completion_tokens"] for facts in said]
             assert not any(future.done() for future in asked), "all run over the swap"
             good = publish(service, drafters / "trained", trained)
             eventually(lambda: follower.loaded_version == good, 60)
-            if not server.has_sessions:  # where the agent lets a pause stand
-                server.post("/continue_generation")
+            server.post("/continue_generation")
             for future in asked:
                 future.result()
         found = {version: settled(follower, version) for version in (dead, good)}

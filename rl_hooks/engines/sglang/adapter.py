@@ -1,13 +1,9 @@
-"""SGLang: swap the drafter of a running server through its own weight-update calls, and read its counters.
+"""SGLang: swap the drafter of a running server by one of its weight-update calls, and read its counters.
 
-    pause_generation(in_place) -> begin_weight_update(draft) -> update_weights_from_tensor(draft, no flush)
-    -> end_weight_update -> continue_generation
+The call is `/update_weights_from_tensor`, which `rl_hooks.engines.sglang.direct` lets pass at once and does between two
+steps. Without that plugin it would wait until every running request has ended: then nothing is swapped.
 
-`in_place` keeps requests and KV cache; without a pause each call would wait until every running request has ended.
-Before 0.5.21 there are no sessions: update_weights_from_tensor alone is called, which `rl_hooks.engines.sglang.direct`
-lets pass at once.
-
-The requests hold no weights: `rl_hooks.engines.sglang.loader`, named by `--custom-weight-loader`, reads them from the
+The request holds no weights: `rl_hooks.engines.sglang.loader`, named by `--custom-weight-loader`, reads them from the
 disk that agent and server share, and writes its outcome to a file. `/update_weights_from_disk` is not used: it has no
 selector and would load the drafter into the policy.
 
@@ -20,7 +16,6 @@ does.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import hashlib
@@ -28,7 +23,6 @@ import json
 import logging
 import shutil
 import struct
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,7 +34,7 @@ import numpy as np
 from rl_hooks import wire
 from rl_hooks.durable import replace_file
 from rl_hooks.engines.counting.counters import Counts, Snapshot, per_position, read_samples, told, whole
-from rl_hooks.engines.protocol import NOT_FOUND, EngineHttp, EngineState, counting_only
+from rl_hooks.engines.protocol import EngineHttp, EngineState, counting_only
 from rl_hooks.engines.sglang import rounds
 from rl_hooks.engines.sglang.direct import LOADER, mark_of
 from rl_hooks.engines.sglang.facts import FOLLOWS, drafting_of, internal, version_number
@@ -61,12 +55,7 @@ ROUNDS: Final = "sglang:spec_verify_calls_total"
 GENERATED: Final = "sglang:generation_tokens_total"
 REQUESTS: Final = "sglang:num_requests_total"
 RUNNING: Final = "sglang:num_running_reqs"
-_SESSION_OPEN: Final = "already open"
-_NO_SESSION: Final = "no weight-update session is open"
-_SESSION_RETRY_SECONDS: Final = 0.5
-_END_ATTEMPTS: Final = 4
 _MAX_RANKS: Final = 1024
-_OTHER_METHOD: Final = 405
 
 
 class SGLangEngine(EngineHttp):
@@ -83,21 +72,16 @@ class SGLangEngine(EngineHttp):
         *,
         token: str | None = None,
         swap_timeout_seconds: float = 120.0,
-        session_timeout_seconds: float = 600.0,
     ) -> None:
         super().__init__(url, client, token=token, swap_timeout_seconds=swap_timeout_seconds)
-        self._session_timeout_seconds = session_timeout_seconds
         self._directory = cache / "engines"
         self._memory = self._directory / f"sglang-{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
         self._loaded: tuple[str, str, int] | None = None  # identity of the process, version, swaps
-        self._left: str | None = None  # how an interrupted swap left the server: "paused", or paused with a "session"
-        self._left_in: str | None = None  # identity of the process that it was in
         self._depth: int | None = None  # until `state` was asked
         self._is_swapped = False  # this process of the server has taken a drafter
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            document = json.loads(self._memory.read_text())  # of an earlier agent; else the newest is loaded once more
-            self._left, self._left_in = document.get("left"), document.get("left_in")
-            started, version, swaps = document["loaded"]
+            # Of an earlier agent; else the newest is loaded once more.
+            started, version, swaps = json.loads(self._memory.read_text())["loaded"]
             self._loaded = (str(started), str(version), int(swaps))
             self._is_swapped = True  # until `state` says that it is another process
 
@@ -106,8 +90,6 @@ class SGLangEngine(EngineHttp):
         """The drafter that this agent has swapped in since the server started; SGLang does not tell."""
         info = await self._object("GET", "/server_info")
         self._check_alone(info)
-        if self._left is not None:
-            await self._tidy(process_identity(info) if "startup_time" in info else None)
         model = await self._object("GET", "/model_info")
         self._depth = max(int(info.get("speculative_num_draft_tokens") or 1) - 1, 0)
         version = version_number(model.get("weight_version"))
@@ -185,17 +167,15 @@ class SGLangEngine(EngineHttp):
         """
         info = await self._object("GET", "/server_info")
         self._check_alone(info)
-        at_once = mark_of(info) is not None
-        check_server(info, takes=at_once or await self._has_sessions())
+        check_server(info)
         check_release(release, info)
         ranks, started = _ranks(info), process_identity(info)
-        if await self._is_released():  # pausing alone would be undone by our own `continue_generation`
+        if await self._is_released():
             raise EngineError(f"{self.url} has released the memory of its weights; it is asked again")
-        self._left_in = started
         outcome = self._directory / f"swap-{uuid.uuid4().hex}"
         outcome.mkdir(parents=True)
         try:
-            await (self._load if at_once else self._update)(release, outcome, ranks)
+            await self._load(release, outcome, ranks)
             said = [json.loads(path.read_text()) for path in sorted(outcome.glob("*.json"))]
             sha256 = judged(self.url, release, said, ranks)
         finally:
@@ -217,25 +197,7 @@ class SGLangEngine(EngineHttp):
         except EngineError:  # no metrics page
             return False
 
-    # --- the sequence
-    async def _update(self, release: Release, outcome: Path, ranks: int) -> None:
-        self._mark("paused")  # before the call, so that it is known even if the agent is killed now
-        try:
-            await self._post("/pause_generation", {"mode": "in_place"})
-            await self._begin()
-            try:
-                self._mark("session")
-                await self._load(release, outcome, ranks, selector="draft")
-            finally:
-                await self._end()
-                self._mark("paused")
-        finally:
-            # Also if our session could not be closed: it holds only the drafter, and no text depends on a drafter.
-            await self._post("/continue_generation", {"torch_empty_cache": False})
-            if self._left != "session":
-                self._mark(None)
-
-    async def _load(self, release: Release, outcome: Path, ranks: int, **selector: str) -> None:
+    async def _load(self, release: Release, outcome: Path, ranks: int) -> None:
         """Have our loader called in every rank."""
         request: dict[str, Any] = {"path": str(release.path), "version": release.version}
         request |= {"outcome": str(outcome), "sha256": dict(release.sha256s)}
@@ -245,82 +207,7 @@ class SGLangEngine(EngineHttp):
             # True would be refused while requests run, and the answer would look like a failure.
             "flush_cache": False,
         }
-        body |= selector
         await self._post("/update_weights_from_tensor", body, timeout_seconds=self._swap_timeout_seconds)
-
-    async def _has_sessions(self) -> bool:
-        """Whether the server knows `/begin_weight_update`. A GET opens none: 405 where the call is known, else 404."""
-        answer = await self._ask("GET", "/begin_weight_update")
-        if answer.status_code not in (NOT_FOUND, _OTHER_METHOD):
-            said = f"{answer.status_code}: {answer.text[:400]}"
-            raise EngineError(
-                f"GET {self.url}/begin_weight_update: expected 405, or 404 before 0.5.21, and it answered {said}"
-            )
-        return answer.status_code == _OTHER_METHOD
-
-    async def _begin(self) -> None:
-        """Open a session; first wait until the trainer's session, which writes a policy, is closed.
-
-        Generation must not go on while the policy is written, so the wait is long. A session that is open longer has
-        lost its owner: the drafter is refused, because each further try would pause the server.
-        """
-        deadline = time.monotonic() + self._session_timeout_seconds
-        while True:
-            try:
-                await self._post("/begin_weight_update", {"selector": "draft"})
-            except EngineError as error:
-                if _SESSION_OPEN not in str(error):
-                    raise
-                if time.monotonic() > deadline:
-                    raise SwapRefusedError(
-                        f"{self.url}: a weight-update session of another client was open for "
-                        f"{self._session_timeout_seconds:.0f} s; if its owner is gone, POST /end_weight_update"
-                    ) from error
-                await asyncio.sleep(_SESSION_RETRY_SECONDS)
-            else:
-                # The owner of a session that was waited for has let generation go on.
-                await self._post("/pause_generation", {"mode": "in_place"})
-                return
-
-    async def _end(self) -> None:
-        """Close our session; a failed call is repeated, because an open session blocks the trainer."""
-        for attempt in range(_END_ATTEMPTS):
-            try:
-                await self._post("/end_weight_update", {})
-            except EngineError as error:
-                if _NO_SESSION in str(error):  # an earlier call closed it, and its answer was lost
-                    return
-                if attempt == _END_ATTEMPTS - 1:
-                    raise
-                await asyncio.sleep(_SESSION_RETRY_SECONDS)
-            else:
-                return
-
-    async def _tidy(self, life: str | None) -> None:
-        """After a swap that was killed, or whose session could not be closed: close it, and let generation go on.
-
-        `life`: identity of the process that serves now. In another one there is nothing of ours to tidy.
-        """
-        if self._left_in in (None, life):
-            if self._left == "session":
-                await self._end()
-            await self._post("/continue_generation", {"torch_empty_cache": False})
-        self._mark(None)
-
-    def _mark(self, left: str | None) -> None:
-        """Record the server's state, for the next agent if this one dies now.
-
-        Raises OSError where that cannot be written before anything was done to the server: then nothing may be.
-        """
-        before, self._left = self._left, left
-        if before is not None:
-            self._try_to_remember()
-            return
-        try:
-            self._remember()
-        except OSError:
-            self._left = None  # else it would be tidied up, which ends a pause of the trainer's
-            raise
 
     def _try_to_remember(self) -> None:
         """For what has been done already: a full disk must not keep it from its end."""
@@ -331,7 +218,7 @@ class SGLangEngine(EngineHttp):
 
     def _remember(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        document = {"engine": self.url, "loaded": self._loaded, "left": self._left, "left_in": self._left_in}
+        document = {"engine": self.url, "loaded": self._loaded}
         replace_file(self._memory, json.dumps(document).encode(), durable=False)
 
     async def _post(self, path: str, body: Mapping[str, Any], **options: Any) -> None:
@@ -365,17 +252,14 @@ def judged(url: str, release: Release, said: Sequence[Mapping[str, Any]], ranks:
     return str(said[0]["sha256"])
 
 
-def check_server(info: Mapping[str, Any], *, takes: bool) -> None:
-    """Refuse servers whose drafter cannot be swapped this way; the message says how to start one that can.
-
-    `takes`: whether it has weight-update sessions, or our plugin in their place.
-    """
+def check_server(info: Mapping[str, Any]) -> None:
+    """Refuse servers whose drafter cannot be swapped this way; the message says how to start one that can."""
     faults = []
-    if not takes:
+    if mark_of(info) is None:
         faults.append(
-            f"it is SGLang {cut(str(info.get('version')))}, which has no weight-update sessions (0.5.21 and newer have "
-            "them), and our plugin is not loaded, by which 0.5.12 and newer do without. Install rl_hooks into its "
-            "environment with pip; SGLANG_PLUGINS, where it is set, must name draftalign"
+            f"our plugin is not loaded in this SGLang {cut(str(info.get('version')))} (0.5.12 and newer load it), or "
+            "is older than this agent: without it a swap waits for every running request. Install rl_hooks into its "
+            "environment with pip; SGLANG_PLUGINS, where it is set, must name draftalign; then restart the server"
         )
     if str(info.get("speculative_algorithm")).upper() != "EAGLE3":
         faults.append(f"it runs speculative algorithm {info.get('speculative_algorithm')!r:.200}, not EAGLE3")
@@ -391,7 +275,7 @@ def check_server(info: Mapping[str, Any], *, takes: bool) -> None:
 
 
 def check_release(release: Release, info: Mapping[str, Any]) -> None:
-    """Refuse drafters that SGLang cannot serve, before the server is paused."""
+    """Refuse drafters that SGLang cannot serve, before anything is asked of the server."""
     path, expected = release.path / CONFIG_FILE, release.sha256s.get(CONFIG_FILE)
     try:
         body = path.read_bytes()

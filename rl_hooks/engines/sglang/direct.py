@@ -1,18 +1,22 @@
-"""Takes drafters in an SGLang without weight-update sessions (before 0.5.21), which RL stacks install.
+"""Takes an agent's drafter between two steps, so that nobody has to pause SGLang for it.
 
-There `/update_weights_from_tensor` is one call, for the drafter and for the policy, and it waits until every running
-request has ended unless generation is paused. The agent must not pause: a trainer writes its policy by several calls
-between its own pause and continue, the pause is one switch without a count, and our continue would let generation go on
-with half a policy. So a plugin of SGLang's framework lets a call that names our loader pass at once, and SGLang's
-schedulers do it between two steps, whether they are paused or not. `rl_hooks.engines.sglang.loader` leaves the policy
-as it is. The other way round, a trainer's call would write the policy into the drafter as well, which ends the server
-where shapes differ. The stacks' trainers do not say `disable_draft_model`, so the plugin says it beside EAGLE-3, in a
-server that was started with our loader.
+`/update_weights_from_tensor` waits until every running request has ended, unless generation is paused. The agent must
+not pause: a trainer writes its policy by several calls between its own pause and continue, the pause is one switch
+without a count, our continue would let generation go on with half a policy, and an agent that dies leaves the pause. So
+a plugin of SGLang's framework lets a call that names our loader pass at once, and SGLang's schedulers do it between two
+steps, whether they are paused or not.
 
-The plugin also names the process in `/server_info`, which says nothing there that differs at each start. By that the
-agent knows that the plugin is loaded.
+From 0.5.21 on weights are written in sessions, of which one may be open. The plugin opens one for the drafter, and ends
+it, within that call in each scheduler. While a trainer's is open the call is refused, and the agent asks again.
 
-Written against 0.5.12, 0.5.16, 0.5.18 and 0.5.20; never put on 0.5.23.
+Before 0.5.21 one call is for policy and drafter. `rl_hooks.engines.sglang.loader` leaves the policy as it is. The other
+way round, a trainer's call would write the policy into the drafter as well, which ends the server where shapes differ.
+The stacks' trainers do not say `disable_draft_model`, so the plugin says it beside EAGLE-3, in a server that was
+started with our loader.
+
+The plugin also names the process in `/server_info`. By that the agent knows that the plugin is loaded.
+
+Written against 0.5.12, 0.5.16, 0.5.18, 0.5.20 and 0.5.23.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from rl_hooks.engines.sglang.facts import internal
+from rl_hooks.engines.sglang.memory import UPDATER, hindered
 
 log = logging.getLogger("draftalign.sglang")
 
@@ -54,7 +59,9 @@ def updated(original: Callable[..., Any], manager: Any, request: Any, *rest: Any
     """Let SGLang hand an update to its schedulers by `original`, one of ours at once. Returns what it returns."""
     if request.load_format == LOADER:
         manager = _Paused(manager)
-    elif request.disable_draft_model is None and _swaps(manager.server_args):
+        if hasattr(request, "selector"):  # since 0.5.21
+            request.selector = "draft"
+    elif getattr(request, "disable_draft_model", False) is None and _swaps(manager.server_args):
         _say_once(
             logging.INFO,
             "draftalign: updates of weights that do not say disable_draft_model are taken for the policy's alone: "
@@ -62,6 +69,27 @@ def updated(original: Callable[..., Any], manager: Any, request: Any, *rest: Any
         )
         request.disable_draft_model = True  # a policy's weights
     return original(manager, request, *rest, **named)
+
+
+def in_session(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Have SGLang's manager do an update of ours by `original` in a session of its own, or refuse it, on all ranks."""
+    if request.load_format != LOADER:
+        return original(manager, request)
+    from sglang.srt.managers.io_struct import (
+        BeginWeightUpdateReqInput,
+        EndWeightUpdateReqInput,
+        UpdateWeightsFromTensorReqOutput,
+    )
+
+    # In a fork of another shape an exception would end the scheduler.
+    why = hindered(manager) if hasattr(manager, "_session") else "this SGLang's sessions are of another shape"
+    if why is not None:
+        return UpdateWeightsFromTensorReqOutput(success=False, message=why)
+    manager.begin_weight_update(BeginWeightUpdateReqInput(selector="draft"))
+    try:
+        return original(manager, request)
+    finally:
+        manager.end_weight_update(EndWeightUpdateReqInput())
 
 
 def _swaps(args: Any) -> bool:
@@ -96,7 +124,7 @@ def described(answer: Any, *_: Any, **__: Any) -> None:
 
 
 def mark_of(info: Mapping[str, Any]) -> str | None:
-    """The mark in what `/server_info` answered; None where this plugin is not loaded, or not needed."""
+    """The mark in what `/server_info` answered; None where this plugin is not loaded."""
     return internal(info, MARK)
 
 
@@ -121,15 +149,16 @@ def copied(copy: Any, batch: Any, *_: Any, **__: Any) -> None:
 
 
 def register() -> bool:
-    """Register what a release without sessions needs. Returns whether this is one."""
+    """Register what a swap by an agent needs. Returns whether this is a release without sessions."""
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if hasattr(TokenizerManager, "begin_weight_update"):
-        return False
     HookRegistry.register(f"{_MANAGER}.update_weights_from_tensor", updated, HookType.AROUND)
     HookRegistry.register(f"{SCHEDULER}.get_internal_state", described, HookType.AFTER)
+    if hasattr(TokenizerManager, "begin_weight_update"):
+        HookRegistry.register(f"{UPDATER}.update_weights_from_tensor", in_session, HookType.AROUND)
+        return False
     if "launch_ts" not in ScheduleBatch.__dataclass_fields__:  # before 0.5.17
         HookRegistry.register(f"{SCHEDULER}.run_batch", launched, HookType.BEFORE)
         HookRegistry.register(f"{_BATCH}.copy", copied, HookType.AFTER)

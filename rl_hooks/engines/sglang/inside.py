@@ -26,7 +26,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -45,8 +44,9 @@ from rl_hooks.engines.sglang.loader import (
     read_drafter,
     running_d2t,
     running_drafter,
+    wait_for_steps,
 )
-from rl_hooks.engines.sglang.memory import MEMORY, REFUSAL, UPDATER
+from rl_hooks.engines.sglang.memory import UPDATER, hindered
 from rl_hooks.engines.sglang.rounds import COUNTER, ServedRounds
 from rl_hooks.errors import EngineError, MetricsError
 from rl_hooks.format import drafter
@@ -117,8 +117,8 @@ class RankDrafter:
     def stage(self, order: SwapOrder, manager: Any) -> list[Outcome]:
         """Begin to read and check; returns why not, where nothing may be loaded now. It replaces an earlier one."""
         self.staged = None
-        if (hindered := _hindered(manager)) is not None:  # each try would read the whole drafter for nothing
-            return [_not_now(hindered)]
+        if (why := hindered(manager)) is not None:  # each try would read the whole drafter for nothing
+            return [_not_now(why)]
         self.staged = ReadDrafter(order)
         threading.Thread(target=self._read, args=(self.staged,), name="draftalign-stage", daemon=True).start()
         return []
@@ -171,12 +171,12 @@ class RankDrafter:
             return {"ok": False, "reading": True}
         if not staged.outcome["ok"]:
             return staged.outcome
-        hindered = _hindered(manager)
-        return staged.outcome if hindered is None else _not_now(hindered)
+        why = hindered(manager)
+        return staged.outcome if why is None else _not_now(why)
 
     def _load(self, staged: ReadDrafter, put_back: list[Callable[[], None]]) -> Outcome:
         updater = self._runner.weight_updater
-        self._synchronize()  # with overlapping schedules a step may still run
+        wait_for_steps(self.model)  # with overlapping schedules a step may still run
         updater.begin_weight_update()
 
         def load(weights: list[tuple[str, Tensor]]) -> None:
@@ -192,13 +192,9 @@ class RankDrafter:
         for put in put_back:
             put()
         self._runner.weight_updater.end_weight_update(run_post_load=False)
-        self._synchronize()
+        wait_for_steps(self.model)
         self._marks = fingerprint(self.model)
         return {}
-
-    def _synchronize(self) -> None:
-        if torch.device(self._runner.device).type != "cpu":
-            torch.accelerator.synchronize()
 
     def _tell(self, outcome: Outcome) -> list[Outcome]:
         """The outcomes of all ranks."""
@@ -207,15 +203,6 @@ class RankDrafter:
         said: list[Any] = [None] * self._ranks.size
         dist.all_gather_object(said, outcome, group=self._ranks.group.cpu_group)
         return said
-
-
-def _hindered(manager: Any) -> str | None:
-    """Why nothing may be loaded now; None: it may."""
-    if MEMORY.released:
-        return REFUSAL
-    if manager._session is not None:
-        return "a trainer's weight-update session is open; it is asked again"
-    return None
 
 
 def _not_now(text: str) -> Outcome:
@@ -360,8 +347,7 @@ class SchedulerLink:
             future.set_exception(failure)
 
     def _turn(self, scheduler: Any) -> None:
-        session = scheduler.weight_updater._session
-        if self._touched and not MEMORY.released and session is None and self.rank is not None:
+        if self._touched and hindered(scheduler.weight_updater) is None and self.rank is not None:
             self._touched = False
             self.rank.look()
         if self._joining is not None and self._has_begun():

@@ -78,7 +78,9 @@ def load_drafter(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) 
         if MEMORY.released:
             raise RuntimeError(REFUSAL)
         weights, sha256 = read_drafter(model, _inside(home, request["path"]), request["sha256"])
+        wait_for_steps(model)
         place(model, weights)
+        wait_for_steps(model)
         COUNTER.drafter_changed()
         return {"sha256": sha256}
 
@@ -170,6 +172,12 @@ def place(
         put_back()
         raise
     return put_back
+
+
+def wait_for_steps(model: nn.Module) -> None:
+    """Wait for the device: with overlapping schedules a step may still run, or the copies into the drafter may."""
+    if next(model.parameters()).device.type != "cpu":
+        torch.accelerator.synchronize()
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -3,7 +3,7 @@
 A trainer that shares the GPU has SGLang release it while it trains (slime and miles with `--colocate`), and just then
 drafters are published. SGLang 0.5.23 takes a weight update all the same; on a GPU, what reads or writes released memory
 ends the scheduler. So a plugin of its framework says on the server's metrics page that it is released, where the agent
-looks before it pauses anything, and refuses a session for the drafter. Where there are no sessions our loader refuses.
+looks first, and no drafter is loaded meanwhile.
 
 Written against 0.5.23; tests/helpers/trainer/contract_fixtures.py has what it reads.
 """
@@ -11,7 +11,6 @@ Written against 0.5.23; tests/helpers/trainer/contract_fixtures.py has what it r
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any, Final
 
 log = logging.getLogger("draftalign.sglang")
@@ -22,6 +21,7 @@ RELEASED: Final = "draftalign:weights_released"
 UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _WEIGHTS: Final = "weights"
 REFUSAL: Final = "draftalign: the memory of this server's weights is released; ask again once it is resumed"
+_SESSION: Final = "a trainer's weight-update session is open; it is asked again"
 
 
 class WeightMemory:
@@ -44,17 +44,13 @@ class WeightMemory:
         except Exception:  # an exception here would end the scheduler
             log.exception("draftalign: nobody is told that this server's weights are released")
 
-    def begun(self, original: Callable[..., Any], manager: Any, request: Any) -> Any:
-        """Let SGLang open a session by `original`, unless it is for a drafter whose memory is released.
-
-        Every rank answers alike: SGLang releases on all of them.
-        """
-        if _WEIGHTS not in getattr(manager, "offload_tags", ()) or request.selector != "draft":
-            return original(manager, request)
-        from sglang.srt.managers.io_struct import BeginWeightUpdateReqOutput
-
-        return BeginWeightUpdateReqOutput(success=False, message=REFUSAL)
-
 
 #: This process's.
 MEMORY: Final = WeightMemory()
+
+
+def hindered(manager: Any) -> str | None:
+    """Why no drafter may be loaded now, alike on all ranks; None: it may. `manager`: SGLang's of weight updates."""
+    if MEMORY.released:
+        return REFUSAL
+    return None if manager._session is None else _SESSION

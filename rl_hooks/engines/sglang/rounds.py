@@ -225,8 +225,6 @@ def register() -> str | None:
     HookRegistry.register(f"{updater}.release_memory_occupation", MEMORY.changed, HookType.AFTER)
     HookRegistry.register(f"{updater}.resume_memory_occupation", MEMORY.changed, HookType.AFTER)
     older = direct.register()
-    if not older:
-        HookRegistry.register(f"{updater}.begin_weight_update", MEMORY.begun, HookType.AROUND)
     follows = not older and can_follow(_version())
     if os.environ.get("DRAFTALIGN_URL") and not follows:
         HookRegistry.register(f"{direct.SCHEDULER}.__init__", direct.sends_nothing, HookType.AFTER)

@@ -1,11 +1,9 @@
-"""A server that takes SGLang 0.5.23's weight-update calls and refuses every call that 0.5.23 would, or that would hurt.
+"""A server that takes the one call of a swap as SGLang 0.5.23 does with our plugin, and lists all that would hurt.
 
-Or those of 0.5.16, which has no sessions: there our plugin lets our update pass at once, and a pause would hurt.
-
-What is checked: names and types of fields, base64 and the unpickler's allow-list, one payload per rank, the session
-(nothing outside of it, one at a time), the selector (never the policy), the pause (without one, a call waits for all
-running requests), the cache flush (refused while requests run). The weights are loaded for real: the custom loader that
-the server was started with is called on a module with SGLang's parameter names and its `load_weights`.
+Or as 0.5.16, which has no sessions. What is checked: names and types of fields, base64 and the unpickler's allow-list,
+one payload per rank, no other call (a trainer's pause and session are its own), the cache flush (refused while requests
+run). The weights are loaded for real: the custom loader that the server was started with is called on a module with
+SGLang's parameter names and its `load_weights`.
 """
 
 from __future__ import annotations
@@ -33,10 +31,6 @@ from rl_hooks.engines.sglang.direct import LOADER, MARK
 #: Of the unpickler's list, what can come from outside without a code path of SGLang's.
 ALLOWED = {("builtins", "list"), ("builtins", "tuple"), ("torch", "ByteTensor")}
 FIELDS: dict[str, dict[str, type]] = {
-    "/pause_generation": {"mode": str},
-    "/continue_generation": {"torch_empty_cache": bool},
-    "/begin_weight_update": {"selector": str},
-    "/end_weight_update": {},
     "/update_weights_from_tensor": {
         "serialized_named_tensors": list,
         "load_format": str,
@@ -190,10 +184,10 @@ class SGLangServer(Peer):
     def _start(self) -> None:
         self.starts += 1
         if self.sessions:
-            self.info |= {"startup_time": {"scheduler_e2e": 10.0 + self.starts / 7}, "random_seed": 1000 + self.starts}
-        else:  # nothing of its own differs, where a seed is set
-            said = {MARK: f"life {self.starts}"} if self.plugin else {}
-            self.info |= {"random_seed": 1000, "internal_states": [said]}
+            self.info |= {"startup_time": {"scheduler_e2e": 10.0 + self.starts / 7}}
+        # Nothing else of its own differs, where a seed is set.
+        said = {MARK: f"life {self.starts}"} if self.plugin else {}
+        self.info |= {"random_seed": 1000, "internal_states": [said]}
         embedding = nn.Parameter(torch.ones(8, 8))
         self.policy = Policy(embedding)
         self.models = [DraftModel(self.drafter, embedding) for _ in range(self.ranks)]
@@ -229,9 +223,7 @@ class SGLangServer(Peer):
             self.send_json(handler, 200, {"weight_version": self.weight_version})
         elif path == "/metrics":
             self.send(handler, 200, self._metrics().encode())
-        elif path == "/begin_weight_update" and handler.command == "GET":
-            self.send_json(handler, 405 if self.sessions else 404, {"detail": "Method Not Allowed"})
-        elif path in FIELDS and handler.command == "POST" and (self.sessions or not path.endswith("_weight_update")):
+        elif path in FIELDS and handler.command == "POST":
             self._update(handler, path, body)
         else:
             self.violations.append(f"{handler.command} {path}")
@@ -243,13 +235,7 @@ class SGLangServer(Peer):
             try:
                 self._fail(path)
                 self._check_fields(path, body)
-                message = {
-                    "/pause_generation": self._pause,
-                    "/continue_generation": self._continue,
-                    "/begin_weight_update": self._begin,
-                    "/update_weights_from_tensor": self._load,
-                    "/end_weight_update": self._end,
-                }[path](body)
+                message = self._load(body)
             except RefusedError as refused:
                 self.send_json(handler, refused.status, {"success": False, "message": str(refused)})
             else:
@@ -267,51 +253,13 @@ class SGLangServer(Peer):
                 self.violations.append(f"{path}: {name}={value!r}"[:200])
                 raise RefusedError(422, f"{name}: not a field, or of another type")
 
-    def _pause(self, body: dict[str, Any]) -> dict[str, Any]:
-        if body.get("mode") != "in_place":
-            self.violations.append(f"pause mode {body.get('mode', 'abort')!r} loses requests or their cache")
-        if not self.sessions:
-            self.violations.append("a pause takes a trainer's own away")
-        self.paused = True
-        return {"message": "Generation paused successfully.", "status": "ok"}
-
-    def _continue(self, body: dict[str, Any]) -> dict[str, Any]:
-        del body
-        if self.session is not None:
-            self.violations.append("generation goes on inside a session")
-        self.paused = False
-        return {"message": "Generation continued successfully.", "status": "ok"}
-
-    def _wait_for_requests(self, path: str) -> None:
-        if not self.paused and self.running_requests:
-            self.violations.append(f"{path} without a pause waits for every running request")
-
-    def _begin(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._wait_for_requests("/begin_weight_update")
-        if self.session is not None:
-            raise RefusedError(400, "a weight-update session is already open; call end_weight_update() first")
-        self.session = body.get("selector", "all")
-        if self.session != "draft":
-            self.violations.append(f"begin with selector {self.session!r} unpacks the policy")
-        return {"success": True, "message": "Success"}
-
-    def _end(self, body: dict[str, Any]) -> dict[str, Any]:
-        del body
-        self._wait_for_requests("/end_weight_update")
-        if self.session is None:
-            raise RefusedError(400, "no weight-update session is open; call begin_weight_update() first")
-        self.session = None
-        return {"success": True, "message": "Success"}
-
     def _load(self, body: dict[str, Any]) -> dict[str, Any]:
-        if self.sessions or not self.plugin or body.get("load_format") != LOADER:
-            self._wait_for_requests("/update_weights_from_tensor")
-        if self.sessions and self.session is None:
-            raise RefusedError(
-                400, "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()"
-            )
-        if self.sessions and body.get("selector", "all") != "draft":
-            self.violations.append("update with a selector that includes the policy")
+        if not self.plugin or body.get("load_format") != LOADER:
+            self.violations.append("it waits for every running request")
+        if self.session is not None:
+            raise RefusedError(400, "a trainer's weight-update session is open; it is asked again")
+        if "selector" in body:
+            self.violations.append("the plugin says the selector, where SGLang knows one")
         if body.get("abort_all_requests"):
             self.violations.append("requests aborted")
         if body.get("weight_version") is not None:

@@ -554,6 +554,24 @@ CONTRACTS: dict[str, Contract] = {
                 ("recv_req",),
                 ("self._session = _WeightUpdateSession(selector=recv_req.selector)",),
             ),
+            Site(
+                f"{_SGLANG}/managers/scheduler_components/weight_updater.py",
+                "SchedulerWeightUpdaterManager.update_weights_from_tensor",
+                ("recv_req",),
+                ("self._select_runners(recv_req.selector)",),
+            ),
+            Site(
+                f"{_SGLANG}/managers/scheduler_components/weight_updater.py",
+                "SchedulerWeightUpdaterManager.end_weight_update",
+                ("recv_req",),
+                ("self._session = None",),
+            ),
+            Site(
+                f"{_SGLANG}/managers/tokenizer_control_mixin.py",
+                "TokenizerControlMixin.update_weights_from_tensor",
+                ("obj",),
+                ("is_paused = self.is_pause", "self.update_weights_from_tensor_communicator(obj)"),
+            ),
             Site(f"{_SGLANG}/constants.py", does=("GPU_MEMORY_TYPE_WEIGHTS = 'weights'",)),
             Site(
                 f"{_SGLANG}/managers/scheduler_components/batch_result_processor.py",

@@ -38,7 +38,7 @@ from rl_hooks.engines.bounded import MAX_ANSWER_BYTES, MAX_PAGE_BYTES
 from rl_hooks.engines.counting.counters import Counts, Snapshot
 from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.sglang.adapter import SGLangEngine
-from rl_hooks.engines.sglang.direct import LOADER
+from rl_hooks.engines.sglang.direct import LOADER, MARK
 from rl_hooks.engines.vllm.engine import CoreEngine
 from rl_hooks.errors import DigestError, DownloadError, EngineError, ManifestError
 from rl_hooks.format.drafter import MAX_CONFIG_BYTES, most_bytes, parse_drafter
@@ -366,7 +366,7 @@ def test_an_sglang_server_does_not_choose_how_many_copies_are_made(size: Any, tm
     info = {
         "speculative_algorithm": "EAGLE3",
         "custom_weight_loader": [LOADER],
-        "startup_time": {},
+        "internal_states": [{MARK: "life"}],
         "speculative_draft_model_path": str(tmp_path),
         "tp_size": size,
     }

@@ -31,6 +31,7 @@ from rl_hooks.engines.ranks import LayerRanks
 from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.sglang import inside, loader
 from rl_hooks.engines.sglang.adapter import SGLangEngine
+from rl_hooks.engines.sglang.direct import MARK
 from rl_hooks.engines.sglang.inside import Outcome, RankDrafter, SchedulerEngine, SchedulerLink, SwapOrder
 from rl_hooks.engines.sglang.memory import MEMORY
 from rl_hooks.engines.sglang.rounds import ServedRounds, StepCounter
@@ -511,8 +512,8 @@ def test_an_agent_beside_it_reads_that_it_is_not_wanted_and_our_loader_refuses(
         for call in (lambda engine: engine.state(), lambda engine: engine.swap(offered)):
             with pytest.raises(EngineError, match="follows run 'live' by itself"):
                 asyncio.run(asked(call))
-        assert server.calls == [], "it is not even paused"
-        server.info["internal_states"] = [{}]  # by an agent that does not look there
+        assert server.calls == []
+        server.info["internal_states"] = [{MARK: "life"}]  # by an agent that does not look there
         with pytest.raises(SwapRefusedError, match="follows run 'live' by itself"):
             asyncio.run(asked(lambda engine: engine.swap(offered)))
     finally:

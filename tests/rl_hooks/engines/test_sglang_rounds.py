@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -135,32 +134,10 @@ def test_a_fault_ends_the_counting_and_no_step(caplog: pytest.LogCaptureFixture)
     assert (FAULTS, 1.0) in told, "what was counted stays on the page, and looks like an idle server"
 
 
-def test_a_session_for_a_drafter_is_refused_while_the_weights_are_released_and_a_trainers_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A class of SGLang's own stands here for its answer, which the test on the real server reads."""
-    module = SimpleNamespace(BeginWeightUpdateReqOutput=lambda **said: said)
-    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", module)
-    asked: list[str] = []
-    manager: Any = SimpleNamespace(offload_tags={"kv_cache"})
-
-    def begin(_: Any, request: Any) -> str:
-        asked.append(request.selector)
-        return "open"
-
-    memory = WeightMemory()
-    for tags, selector, opened in (
-        ({"kv_cache"}, "draft", True),
-        ({"weights"}, "draft", False),
-        ({"weights"}, "target", True),
-        (set[str](), "draft", True),
-    ):
+def test_the_page_says_whether_the_weights_are_released() -> None:
+    memory, manager = WeightMemory(), SimpleNamespace(offload_tags=set[str]())
+    for tags in ({"kv_cache"}, {"weights"}, set[str]()):
         manager.offload_tags = tags
         memory.changed(None, manager, object())
-        assert memory._gauge._value.get() == ("weights" in tags)
-        answer = memory.begun(begin, manager, SimpleNamespace(selector=selector))
-        assert (answer == "open") == opened
-        assert opened or (answer["success"] is False and "ask again once it is resumed" in answer["message"])
-    assert asked == ["draft", "target", "draft"]
+        assert memory._gauge._value.get() == ("weights" in tags) == memory.released
     memory.changed(None, object())  # of another SGLang: no failure of ours reaches it
-    assert memory.begun(begin, object(), SimpleNamespace(selector="draft")) == "open"

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import hashlib
 import importlib.util
-import inspect
 import io
 import json
 import os
@@ -15,7 +14,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +39,6 @@ from rl_hooks.engines.candidate import DrafterRefusedError
 from rl_hooks.engines.protocol import TREES
 from rl_hooks.engines.sglang import direct, rounds
 from rl_hooks.engines.sglang.adapter import SGLangEngine, process_identity, request_payload
-from rl_hooks.engines.sglang.facts import FOLLOWS
 from rl_hooks.engines.sglang.loader import (
     entered_layers,
     load_drafter,
@@ -55,14 +53,7 @@ from service.monitor import records
 
 #: Bits that flip before a load; `make chaos` 1,000.
 FLIPS = int(os.environ.get("DRAFTALIGN_FLIPS", "20"))
-SEQUENCE = [
-    "/pause_generation",
-    "/begin_weight_update",
-    "/pause_generation",
-    "/update_weights_from_tensor",
-    "/end_weight_update",
-    "/continue_generation",
-]
+CALL = "/update_weights_from_tensor"
 
 
 def drafter_files(
@@ -138,13 +129,7 @@ def follower_of(running: SwapAgent, server: SGLangServer, version: str) -> Engin
     return running.followers[server.url]
 
 
-def test_the_page_says_how_long_a_trainers_session_is_waited_for() -> None:
-    seconds = inspect.signature(SGLangEngine).parameters["session_timeout_seconds"].default
-    page = (Path(__file__).parents[3] / "docs/guide/sglang.md").read_text()
-    assert f"({seconds:.0f} s at most; generation stands still" in page
-
-
-def test_a_drafter_is_swapped_by_the_documented_calls_and_no_others(
+def test_a_drafter_is_swapped_by_one_call_and_no_other(
     service: Service, server: SGLangServer, home: Path, tmp_path: Path
 ) -> None:
     files = [drafter_files(tmp_path / str(n), seed=n) for n in (1, 2)]
@@ -156,9 +141,9 @@ def test_a_drafter_is_swapped_by_the_documented_calls_and_no_others(
         eventually(lambda: running.followers[server.url].loaded_version == second)
         assert serves(server, files[1])
         assert running.followers[server.url].seen.drafting == "greedy"
-    assert [path for path, _ in server.calls] == SEQUENCE * 2
-    body = server.calls[3][1]
-    assert body.keys() == {"serialized_named_tensors", "load_format", "selector", "flush_cache"}
+    assert [path for path, _ in server.calls] == [CALL] * 2
+    body = server.calls[1][1]
+    assert body.keys() == {"serialized_named_tensors", "load_format", "flush_cache"}
     assert bool((server.models[0].model.embed_tokens.weight == 1).all())  # the policy's
     assert not list((home / "default" / "engines").glob("swap-*"))
 
@@ -182,12 +167,12 @@ def test_a_restarted_server_gets_its_drafter_back_and_a_restarted_agent_leaves_i
         version = service.publish(1, files=files)
         follower_of(running, server, version)
         server.restart()
-        eventually(lambda: len(server.calls) == 2 * len(SEQUENCE))
+        eventually(lambda: len(server.calls) == 2)
         eventually(lambda: serves(server, files))
         eventually(lambda: running.followers[server.url].loaded_version == version)
     with agent(service, server, home) as again:
         eventually(lambda: server.url in again.followers and again.followers[server.url].loaded_version)
-    assert len(server.calls) == 2 * len(SEQUENCE)
+    assert len(server.calls) == 2
 
 
 def test_a_trainers_session_is_waited_for(service: Service, server: SGLangServer, home: Path, tmp_path: Path) -> None:
@@ -195,12 +180,13 @@ def test_a_trainers_session_is_waited_for(service: Service, server: SGLangServer
     server.paused, server.session = True, "target"  # the trainer brings a policy
     with agent(service, server, home):
         service.publish(1, files=files)
-        eventually(lambda: [path for path, _ in server.calls].count("/begin_weight_update") >= 2)
-        assert server.paused
+        eventually(lambda: len(server.calls) >= 2)
         assert not serves(server, files)
         with server.lock:
             server.session = None
-        eventually(lambda: serves(server, files) and not server.paused)
+        eventually(lambda: serves(server, files))
+        assert server.paused, "the pause is the trainer's"
+    server.paused = False
 
 
 @pytest.fixture
@@ -251,17 +237,18 @@ def test_without_sessions_a_restarted_server_gets_its_drafter_back(
     assert len(older.calls) == 2
 
 
-def test_without_sessions_and_without_our_plugin_nothing_is_swapped_and_the_agent_says_what_to_install(
-    older: SGLangServer, home: Path
+def test_without_our_plugin_nothing_is_swapped_and_the_agent_says_what_to_install(
+    older: SGLangServer, server: SGLangServer, home: Path
 ) -> None:
-    older.plugin = False
-    older.restart()
+    for one in (older, server):
+        one.plugin = False
+        one.restart()
+        with pytest.raises(SwapRefusedError, match=r"plugin is not loaded in this SGLang 0\.5\..*Install rl_hooks"):
+            swap(one, release(home, "one", 1))
     older.paused = True
-    with pytest.raises(SwapRefusedError, match=r"SGLang 0\.5\.16, which has no .*sessions.*Install rl_hooks"):
-        swap(older, release(home, "one", 1))
     with pytest.raises(EngineError, match=r"no mark of our plugin.*install rl_hooks"):
         asyncio.run(state(older, home))
-    assert older.calls == []
+    assert older.calls == server.calls == []
 
 
 async def state(server: SGLangServer, home: Path) -> Any:
@@ -312,6 +299,45 @@ def test_only_our_update_finds_generation_paused_which_it_is_not() -> None:
     assert direct.updated(Manager.update, manager, theirs, http="http") == (False, id(manager), None, "http")
     assert manager.is_pause is False
     assert ours.disable_draft_model is None
+    newer = SimpleNamespace(load_format=direct.LOADER, selector="all")
+    direct.updated(Manager.update, manager, newer)
+    assert newer.selector == "draft"
+
+
+def test_an_update_of_ours_opens_and_ends_its_own_session_and_none_beside_a_trainers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang's messages are stood in for; the tests on the real server have them."""
+    names = ("BeginWeightUpdateReqInput", "EndWeightUpdateReqInput", "UpdateWeightsFromTensorReqOutput")
+    io_struct = SimpleNamespace(**dict.fromkeys(names, SimpleNamespace))
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", io_struct)
+    calls: list[str] = []
+
+    def load(manager: Any, request: Any) -> str:
+        calls.append(f"load in {manager._session}")
+        if request.breaks:
+            raise RuntimeError("broken")
+        return "loaded"
+
+    manager = SimpleNamespace(_session=None)
+    manager.begin_weight_update = lambda request: setattr(manager, "_session", request.selector)
+    manager.end_weight_update = lambda _: setattr(manager, "_session", None)
+    ours = SimpleNamespace(load_format=direct.LOADER, breaks=False)
+    assert direct.in_session(load, manager, ours) == "loaded"
+    with pytest.raises(RuntimeError, match="broken"):
+        direct.in_session(load, manager, SimpleNamespace(load_format=direct.LOADER, breaks=True))
+    assert direct.in_session(load, manager, SimpleNamespace(load_format=None, breaks=False)) == "loaded"
+    assert (calls, manager._session) == (["load in draft", "load in draft", "load in None"], None)
+
+    manager._session = "target"
+    refused: Any = direct.in_session(load, manager, ours)
+    assert (refused.success, manager._session, len(calls)) == (False, "target", 3)
+    assert "session is open" in refused.message
+    manager._session = None
+    monkeypatch.setattr(MEMORY, "released", True)
+    refused = direct.in_session(load, manager, ours)
+    assert (refused.success, len(calls)) == (False, 3)
+    assert "ask again once it is resumed" in refused.message
 
 
 def update_of(load_format: str | None, disable_draft_model: bool | None = None) -> Any:
@@ -426,7 +452,7 @@ def change_vocabulary(tensors: dict[str, Tensor]) -> None:
         (change_vocabulary, {}, "d2t differs"),
     ],
 )
-def test_what_sglang_cannot_serve_is_refused_before_it_is_paused(
+def test_what_sglang_cannot_serve_is_refused_before_anything_is_asked_of_it(
     service: Service,
     server: SGLangServer,
     home: Path,
@@ -532,11 +558,11 @@ def test_an_answer_that_is_no_json_is_the_engines_fault_and_no_bug_of_the_agent(
         asyncio.run(SGLangEngine("http://engine", httpx.AsyncClient(transport=transport), tmp_path).state())
 
 
-def swap(server: SGLangServer, release: Release, *, session_timeout_seconds: float = 0.3) -> str | None:
+def swap(server: SGLangServer, release: Release) -> str | None:
     async def once() -> str | None:
         async with httpx.AsyncClient() as client:
             cache = release.path.parent
-            engine = SGLangEngine(server.url, client, cache, session_timeout_seconds=session_timeout_seconds)
+            engine = SGLangEngine(server.url, client, cache)
             return await engine.swap(release)
 
     return asyncio.run(once())
@@ -575,7 +601,7 @@ def test_the_loader_refuses_a_drafter_before_it_copies_and_generation_goes_on(
     before = [model.weights() for model in server.models]
     with pytest.raises(SwapRefusedError, match=reason):
         swap(server, release(home, "bad", 1, change, **config))
-    assert [path for path, _ in server.calls] == SEQUENCE
+    assert [path for path, _ in server.calls] == [CALL]
     for model, old in zip(server.models, before, strict=True):
         assert all(torch.equal(now, old[name]) for name, now in model.weights().items())
 
@@ -604,98 +630,11 @@ def test_a_server_with_another_directory_is_told_apart_from_one_that_refuses(
     assert all(torch.equal(now, before[name]) for name, now in server.models[0].weights().items())
 
 
-@pytest.mark.parametrize("path", ["/begin_weight_update", "/update_weights_from_tensor"])
-def test_a_call_that_fails_leaves_the_server_running(server: SGLangServer, home: Path, path: str) -> None:
-    server.fail[path] = 1
+def test_a_call_that_fails_is_asked_again(server: SGLangServer, home: Path) -> None:
+    server.fail[CALL] = 1
     with pytest.raises(EngineError, match="500"):
         swap(server, release(home, "one", 1))
-    assert server.calls[-1][0] == "/continue_generation"
-
-
-def test_a_session_that_would_not_end_is_ended_by_the_next_call(server: SGLangServer, home: Path) -> None:
-    server.fail["/end_weight_update"] = 1
-    swap(server, release(home, "one", 1))
-    assert (server.session, server.paused) == (None, False)
-    assert server.violations == []
-
-
-def test_a_forgotten_session_of_somebody_else_is_given_up_and_not_paused_for_again(
-    server: SGLangServer, home: Path
-) -> None:
-    server.session = "target"
-    with pytest.raises(SwapRefusedError, match="POST /end_weight_update"):
-        swap(server, release(home, "one", 1), session_timeout_seconds=1.0)
-    assert not server.paused
-    assert server.violations == ["generation goes on inside a session"]  # at last, rather than never again
-    server.violations.clear()
-    server.session = None
-
-
-@pytest.mark.parametrize("left", ["paused", "session"])
-def test_what_a_killed_agent_left_is_tidied_up_by_the_next(server: SGLangServer, home: Path, left: str) -> None:
-    async def run() -> None:
-        async with httpx.AsyncClient() as client:
-            killed = SGLangEngine(server.url, client, home / "default")
-            killed._left_in = process_identity(server.info)
-            killed._mark(left)
-            server.paused, server.session = True, "draft" if left == "session" else None
-            successor = SGLangEngine(server.url, client, home / "default")
-            await successor.state()
-            again = SGLangEngine(server.url, client, home / "default")
-            calls = len(server.calls)
-            await again.state()
-            assert len(server.calls) == calls
-
-    asyncio.run(run())
-    assert (server.session, server.paused, server.violations) == (None, False, [])
-
-
-@pytest.mark.parametrize("now", ["another process", "follows by itself"])
-def test_what_a_killed_agent_left_is_not_tidied_up_where_it_is_gone_or_not_ours(
-    server: SGLangServer, home: Path, now: str
-) -> None:
-    """A continue would let a server generate that its trainer has paused, and an end closes the trainer's session."""
-
-    async def run() -> None:
-        async with httpx.AsyncClient() as client:
-            killed = SGLangEngine(server.url, client, home / "default")
-            killed._left_in = process_identity(server.info)
-            killed._mark("session")
-            if now == "another process":
-                server.restart()
-            else:
-                server.info["internal_states"] = [{FOLLOWS: "this server follows run 'live' by itself"}]
-            server.paused, server.session = True, "target"
-            successor = SGLangEngine(server.url, client, home / "default")
-            if now == "another process":
-                assert not (await successor.state()).loaded
-                assert SGLangEngine(server.url, client, home / "default")._left is None
-            else:
-                with pytest.raises(EngineError, match="by itself"):
-                    await successor.state()
-
-    asyncio.run(run())
-    assert (server.calls, server.session, server.paused) == ([], "target", True)
-    server.session, server.paused = None, False  # a trainer's
-
-
-def test_an_agent_stopped_while_it_pauses_lets_generation_go_on(server: SGLangServer, home: Path) -> None:
-    async def run() -> None:
-        async with httpx.AsyncClient() as client:
-            engine = SGLangEngine(server.url, client, home / "default")
-            original = engine._post
-
-            async def post(path: str, *arguments: Any, **options: Any) -> None:
-                await original(path, *arguments, **options)
-                if path == "/pause_generation":
-                    raise asyncio.CancelledError
-
-            engine._post = post  # type: ignore[method-assign]
-            with pytest.raises(asyncio.CancelledError):
-                await engine.swap(release(home, "one", 1))
-
-    asyncio.run(run())
-    assert not server.paused
+    assert swap(server, release(home, "one", 1))
 
 
 def test_counters_are_booked_under_the_version_and_the_trainers_policy(
@@ -750,28 +689,13 @@ def test_a_canary_decides_while_the_requests_of_before_still_run(
     assert server.counters["requests"] == 0
 
 
-def test_without_the_plugin_a_swapped_server_is_not_counted_and_says_what_to_install(
-    service: Service, server: SGLangServer, home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    server.plugin = False
-    with agent(service, server, home, canary=CanaryRule(rounds=0)) as running:
-        version = service.publish(1, files=drafter_files(tmp_path / "1", 1))
-        follower_of(running, server, version)
-        server.end(rounds=100, emitted=250, requests=4)
-        eventually(lambda: "Install rl_hooks into SGLang's environment" in caplog.text)
-        newer = service.publish(2, files=drafter_files(tmp_path / "2", 2))
-        eventually(lambda: running.followers[server.url].loaded_version == newer)
-        # A look before the first request sees an idle engine, which is counted with no rounds.
-        assert not any(bucket.counts.rounds for bucket in running.followers[server.url].ledger.buckets())
-
-
 def test_a_server_that_was_swapped_and_started_again_with_another_method_is_counted_without_the_plugin(
     service: Service, server: SGLangServer, home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server.plugin = False
     with agent(service, server, home, canary=CanaryRule(rounds=0)) as running:
         version = service.publish(1, files=drafter_files(tmp_path / "1", 1))
         follower_of(running, server, version)
+        server.plugin = False
         server.restart()
         server.info |= {"speculative_algorithm": "NGRAM"}
         eventually(lambda: running.followers[server.url].loaded_version == "ngram")
@@ -794,10 +718,9 @@ def test_a_plugin_that_a_fault_has_ended_is_told_of_and_the_server_still_gets_it
         eventually(lambda: running.followers[server.url].loaded_version == newer)
 
 
-def test_a_server_that_has_released_its_weights_is_not_even_paused_and_is_asked_again(
+def test_a_server_that_has_released_its_weights_is_left_alone_and_asked_again(
     service: Service, server: SGLangServer, home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """To let generation go on again would undo a trainer's own pause."""
     server.released = True
     with agent(service, server, home) as running:
         version = service.publish(1, files=drafter_files(tmp_path / "1", 1))
@@ -805,7 +728,7 @@ def test_a_server_that_has_released_its_weights_is_not_even_paused_and_is_asked_
         assert server.calls == []
         server.released = False
         follower_of(running, server, version)
-    assert [path for path, _ in server.calls] == SEQUENCE
+    assert [path for path, _ in server.calls] == [CALL]
 
 
 def test_metrics_that_are_off_are_an_error_that_says_so(tmp_path: Path) -> None:
@@ -902,55 +825,23 @@ def full_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_while_the_disk_is_full_nothing_is_paused_and_a_trainers_pause_stands(server: SGLangServer, home: Path) -> None:
+def test_a_disk_that_is_full_leaves_server_and_agent_with_what_they_have(server: SGLangServer, home: Path) -> None:
+    """What cannot be told is not loaded: its rounds would be booked for the drafter before it."""
     offered = release(home, "one", 1)
-    server.paused = True  # by a trainer, whose session is still to come
+    before = server.models[0].weights()
 
     async def run() -> None:
         async with httpx.AsyncClient() as client:
             engine = SGLangEngine(server.url, client, home / "default")
             with full_disk():
-                for _ in range(2):
-                    with pytest.raises(OSError, match="File too large"):
-                        await engine.swap(offered)
-                    assert not (await engine.state()).loaded
-            assert server.calls == []
-            server.paused = False
+                with pytest.raises(EngineError, match=r"wrote an outcome; .* and has room"):
+                    await engine.swap(offered)
+                assert not (await engine.state()).loaded
+            assert all(torch.equal(now, before[name]) for name, now in server.models[0].weights().items())
             assert await engine.swap(offered) is not None
             assert (await engine.state()).version == "one"
 
     asyncio.run(run())
-
-
-@pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_tensor", "/end_weight_update"])
-def test_a_disk_that_fills_amid_a_swap_leaves_the_server_running_and_the_agent_with_what_it_has(
-    server: SGLangServer, home: Path, path: str
-) -> None:
-    """What cannot be told is not loaded: its rounds would be booked for the drafter before it."""
-    offered, late = release(home, "one", 1), path == "/end_weight_update"
-
-    async def run() -> None:
-        async with httpx.AsyncClient() as client:
-            engine = SGLangEngine(server.url, client, home / "default")
-            original = engine._post
-
-            async def post(called: str, *arguments: Any, **options: Any) -> None:
-                if called == path:
-                    stack.enter_context(full_disk())
-                await original(called, *arguments, **options)
-
-            engine._post = post  # type: ignore[method-assign, assignment]
-            with ExitStack() as stack:
-                if late:
-                    assert await engine.swap(offered) is not None
-                else:
-                    with pytest.raises(EngineError, match=r"wrote an outcome; .* and has room"):
-                        await engine.swap(offered)
-                assert (await engine.state()).loaded == late
-            assert serves(server, {"model.safetensors": (offered.path / "model.safetensors").read_bytes()}) == late
-
-    asyncio.run(run())
-    assert (server.session, server.paused, server.violations) == (None, False, [])
 
 
 def test_a_load_that_comes_when_its_agent_waits_no_longer_changes_nothing(server: SGLangServer, home: Path) -> None:
